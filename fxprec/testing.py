@@ -28,7 +28,7 @@ from torch.fx import GraphModule
 from fxprec.inspection.annotations import assert_annotations_hold
 from fxprec.inspection.cast_count import CastCount, count_casts
 from fxprec.inspection.nodes import (
-    Place,
+    NamedNode,
     is_inserted,
     moves_data,
     op_name,
@@ -102,7 +102,7 @@ def assert_precision(
         )
 
 
-def _computing(place: Place, pattern: str) -> Precision | None:
+def _computing(place: NamedNode, pattern: str) -> Precision | None:
     node = place.node
     precision = notes(node).precision
     if precision.compute is None or is_inserted(node):

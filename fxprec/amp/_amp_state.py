@@ -1,4 +1,4 @@
-"""Where scripts import ``_amp_state`` from: ``from fxprec.amp._amp_state import _amp_state``, as of apex's module."""
+"""Give scripts ``_amp_state`` where apex has it: ``from fxprec.amp._amp_state import _amp_state``."""
 
 from fxprec.amp.scaling import master_params
 from fxprec.amp.state import AmpState

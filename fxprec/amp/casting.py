@@ -1,4 +1,4 @@
-"""Casts of floating-point tensors in arguments and results. float64 and whole numbers are never touched."""
+"""Cast floating-point tensors in arguments and results. float64 and whole numbers are never touched."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ _CASTS: Final = {torch.float32: Tensor.float, torch.float16: Tensor.half, torch.
 
 
 def cast_arguments(value: Any, dtype: torch.dtype, device: str) -> Any:
-    """Tensors on that device type cast to ``dtype``; looks into lists, tuples and dicts, nested or not."""
+    """Cast tensors on that device type to ``dtype``; looks into lists, tuples and dicts, nested or not."""
     if isinstance(value, Tensor):
         return _CASTS[dtype](value) if _is_castable(value) and value.device.type == device else value
     if isinstance(value, dict):
         return {key: cast_arguments(part, dtype, device) for key, part in value.items()}
     if isinstance(value, list | tuple):
         parts = [cast_arguments(part, dtype, device) for part in value]
+        # A namedtuple takes its fields one by one.
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
 
 def widest(*values: Any) -> torch.dtype | None:
-    """The dtype that holds all floating-point tensors but float64 ones, where they are of more than one; else None."""
+    """Return the dtype that holds all float tensors but float64 ones, where they are of more than one; else None."""
     found = {leaf.dtype for leaf in _leaves(values) if isinstance(leaf, Tensor) and _is_castable(leaf)}
     return reduce(torch.promote_types, found) if len(found) > 1 else None
 
 
 @dataclass(frozen=True)
 class CastOutputs:
-    """A forward hook: the floating-point tensors that a model returns, cast to ``dtype``."""
+    """Forward hook that casts the floating-point tensors that a model returns to ``dtype``."""
 
     dtype: torch.dtype
 

@@ -40,7 +40,7 @@ _DYNAMIC: dict[str, Any] = {
 
 
 class FP16_Optimizer(FP16State):
-    """Wraps a PyTorch optimizer of float16 or bfloat16 (and perhaps some FP32) parameters.
+    """Wrapper of a PyTorch optimizer of float16 or bfloat16 (and perhaps some FP32) parameters.
 
     Args:
         init_optimizer: the optimizer; from now on it updates FP32 masters. Use only the wrapper.
@@ -104,7 +104,7 @@ class FP16_Optimizer(FP16State):
         self._aside, self._scaled, self.overflow = [], False, False
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """For ``loss.backward()``: backward of the loss, in FP32, times the scale.
+        """Run the backward of the loss, in FP32, times the scale; in place of ``loss.backward()``.
 
         Args:
             loss: of any float dtype.
@@ -126,6 +126,7 @@ class FP16_Optimizer(FP16State):
         with torch.no_grad():
             for parameter, master in self._pairs:
                 master.grad = None if parameter.grad is None else parameter.grad.float() * inverse
+            # FP32 parameters are their own masters: their gradients are unscaled in place, apart from those of before.
             if self._scaled:
                 for parameter in self._fp32:
                     if parameter.grad is not None:
@@ -136,7 +137,7 @@ class FP16_Optimizer(FP16State):
         self.overflow = self.loss_scaler.has_overflow(parameters_of(self.optimizer))
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor | int:
-        """Clip the masters' gradients, as ``torch.nn.utils.clip_grad_norm_``; returns their norm, or -1 on overflow."""
+        """Clip the masters' gradients, as ``torch.nn.utils.clip_grad_norm_``; return their norm, or -1 on overflow."""
         if self.overflow:
             return -1
         return torch.nn.utils.clip_grad_norm_(parameters_of(self.optimizer), max_norm, norm_type)
@@ -191,7 +192,7 @@ class FP16_Optimizer(FP16State):
         return self.optimizer.step(wrapped)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """The masters' gradients, a list a param group; None, with a warning printed, after an overflow."""
+        """Return the masters' gradients, a list a param group; None, with a warning printed, after an overflow."""
         if self.overflow:
             print(
                 "Warning:  calling FP16_Optimizer.inspect_master_grad_data while in an overflow state.  Gradients are "

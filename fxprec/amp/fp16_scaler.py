@@ -19,7 +19,7 @@ from fxprec.scaling.gradients import local_values
 
 
 class LossScaler:
-    """A static loss scale; steps are never skipped. ``scale`` is finite and greater than 0, else ValueError."""
+    """Static loss scale; steps are never skipped. ``scale`` is finite and greater than 0, else ValueError."""
 
     dynamic = False
 
@@ -31,22 +31,22 @@ class LossScaler:
         return self.cur_scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Whether a gradient holds inf or nan; a static scale does not look."""
+        """Return whether a gradient holds inf or nan; a static scale does not look."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
         """Count one iteration."""
 
     def scale_gradient(self, module: Any, grad_in: Iterable[Tensor], grad_out: Any) -> tuple[Tensor, ...]:
-        """For a backward hook of a module: its input gradients times the scale."""
+        """Return a module's input gradients times the scale, for a backward hook."""
         return tuple(self.loss_scale * gradient for gradient in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Backward of the loss, in FP32, times the scale."""
+        """Run the backward of the loss, in FP32, times the scale."""
         (loss.float() * self.loss_scale).backward(retain_graph=retain_graph)
 
     def state_dict(self) -> dict[str, float | int]:
-        """Plain numbers."""
+        """Return plain numbers."""
         return {"loss_scale": self.cur_scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -54,7 +54,7 @@ class LossScaler:
         self.cur_scale = float(state["loss_scale"])
 
     def checked(self, state: Any) -> Mapping[str, Any]:
-        """A saved state of this kind of scale.
+        """Return a saved state of this kind of scale, checked.
 
         Raises:
             RuntimeError: keys are missing. ValueError: numbers out of range.
@@ -68,7 +68,7 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that falls after an overflow and rises after ``scale_window`` good iterations in a row.
+    """Loss scale that falls after an overflow and rises after ``scale_window`` good iterations in a row.
 
     Args:
         init_scale: the first scale.
@@ -97,7 +97,7 @@ class DynamicLossScaler(LossScaler):
         self.unskipped = 0
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Whether a gradient holds inf or nan. Reads the device once."""
+        """Return whether a gradient holds inf or nan. Reads the device once."""
         gradients = [local_values(p.grad) for p in params if p.grad is not None]
         if not gradients:
             return False

@@ -1,4 +1,4 @@
-"""What an ``FP16_Optimizer`` saves and loads, and what it shows of the optimizer that it wraps."""
+"""Save and load an ``FP16_Optimizer``, and show the optimizer that it wraps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxprec.amp.masters import copy_masters, saved_masters
 
 
 class FP16State:
-    """The accessors and the checkpoints of ``FP16_Optimizer``, which documents the attributes and sets them."""
+    """Accessors and checkpoints of ``FP16_Optimizer``, which documents the attributes and sets them."""
 
     optimizer: Optimizer
     loss_scaler: LossScaler
@@ -30,7 +30,7 @@ class FP16State:
         raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict().")
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale, the wrapped optimizer's state, and the FP32 masters: ``fp32_from_fp16``, a list a group."""
+        """Return the loss scale, the wrapped optimizer's state, and ``fp32_from_fp16``, the masters by group."""
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -54,6 +54,7 @@ class FP16State:
                 f"the state has dynamic_loss_scale={state_dict['dynamic_loss_scale']}, this FP16_Optimizer "
                 f"{self.dynamic_loss_scale}: make it with the same"
             )
+        # All that may refuse comes first, so that a refusal changes nothing.
         scale = self.loss_scaler.checked(state_dict["loss_scaler"])
         masters = saved_masters(state_dict["fp32_from_fp16"], self.fp32_from_fp16_groups)
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])  # checks before it changes anything
@@ -66,7 +67,7 @@ class FP16State:
 
     @property
     def loss_scale(self) -> float:
-        """The present loss scale; it may be set."""
+        """Present loss scale; it may be set."""
         return self.loss_scaler.loss_scale
 
     @loss_scale.setter
@@ -75,7 +76,7 @@ class FP16State:
 
     @property
     def state(self) -> Any:
-        """That of the wrapped optimizer."""
+        """State of the wrapped optimizer."""
         return self.optimizer.state
 
     @state.setter
@@ -84,7 +85,7 @@ class FP16State:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the wrapped optimizer, with masters in place of low parameters: to set a learning rate."""
+        """Parameter groups of the wrapped optimizer, with masters in place of low parameters."""
         return self.optimizer.param_groups
 
     @param_groups.setter

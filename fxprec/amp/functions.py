@@ -44,7 +44,7 @@ def promote_function(fn: Callable[P, R]) -> Callable[P, R]:
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Within the block nothing is cast: models from ``initialize`` run their original forward, in FP32.
+    """Cast nothing within the block: models from ``initialize`` run their original forward, in FP32.
 
     Written inside a model's forward, it is a region in FP32.
 
@@ -72,7 +72,7 @@ def disable_casts() -> Iterator[None]:
 
 
 def decorated(fn: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
-    """The function as one that casts, while ``initialize`` has something lowered and no ``disable_casts`` is open."""
+    """Make a function cast its arguments, where ``initialize`` lowered something and no ``disable_casts`` is open."""
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -93,5 +93,5 @@ def decorated(fn: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
 
 
 def is_decorated(value: Any) -> bool:
-    """Whether it came from ``decorated``."""
+    """Return whether a function came from ``decorated``."""
     return hasattr(value, "_fxprec_amp")

@@ -1,4 +1,4 @@
-"""``initialize``: models are converted in place, optimizers learn to skip a step, and every loss gets a scale."""
+"""Initialize models and optimizers: models are converted in place, optimizers learn to skip, losses get scales."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float | None = 2.0**24,
 ) -> Any:
-    """``model, optimizer = amp.initialize(model, optimizer, opt_level="O1")``, as ``apex.amp.initialize``.
+    """Initialize models and optimizers: ``model, optimizer = amp.initialize(model, optimizer)``, as apex's.
 
     Parameters stay FP32 and are the master weights, unless ``master_weights=False`` makes them low. So optimizers may
     be made before or after. A later call makes new loss scalers; earlier models and optimizers go on with these.
@@ -86,6 +86,7 @@ def initialize(
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"num_losses must be a whole number of at least 1, not {num_losses!r}")
     scalers = [AmpLossScaler(properties, device, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
+    # Whatever refuses half-way is undone: models, patched functions and the state are as before.
     with contextlib.ExitStack() as undo:
         undo.callback(_restore, state.device, state.low)
         state.device, state.low = device, properties.dtype if properties.has_functions else None
@@ -108,7 +109,7 @@ def initialize(
 
 
 def _list_of(given: Any, kind: type, message: str) -> list[Any]:
-    """One, a list or (of optimizers) None as a list, and of optimizers each only once."""
+    """Return what was given as a list, an optimizer only once; None stands for no optimizers."""
     entries = [] if given is None and kind is Optimizer else given if isinstance(given, list) else [given]
     for i, entry in enumerate(entries):
         if isinstance(entry, FP16_Optimizer):
@@ -131,7 +132,7 @@ def _check_outputs(dtype: Any) -> None:
 
 
 def _recast(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
-    """State that was made for FP32 parameters follows them into the low dtype."""
+    """Cast state that was made for FP32 parameters to the low dtype of its parameters."""
     if optimizer.state:
         before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
         undo.callback(optimizer.__setstate__, before)

@@ -25,8 +25,8 @@ INIT_SCALE, WINDOW = 2.0**16, 2000
 
 
 @dataclass(frozen=True, slots=True)
-class _How:
-    """How a scale moves."""
+class _ScaleRules:
+    """Rules by which a scale moves."""
 
     dynamic: bool
     low: float | None
@@ -35,7 +35,7 @@ class _How:
 
 
 def _part(name: str) -> property:
-    """An attribute of apex's that is a field of ``_How``."""
+    """Return a property of apex's that is a field of ``_ScaleRules``."""
 
     def get(self: AmpLossScaler) -> Any:
         return getattr(self._how, name)
@@ -47,7 +47,7 @@ def _part(name: str) -> property:
 
 
 class AmpLossScaler:
-    """The scale of one loss.
+    """Loss scale of one loss.
 
     A dynamic one starts at 2**16, halves after an overflow and doubles after 2000 good steps, within the bounds. A
     static one stays, and never makes a step be skipped.
@@ -71,7 +71,7 @@ class AmpLossScaler:
         first = INIT_SCALE if properties.dynamic else float(properties.loss_scale)
         self._device, self._fp16_gradients = device, properties.level == "O3"
         self._static_unskipped, self._overflowed = 0, False
-        self._how = _How(properties.dynamic, low, high, WINDOW)
+        self._how = _ScaleRules(properties.dynamic, low, high, WINDOW)
         self.scaler = self._made(max(low or SMALLEST_SCALE, min(first, math.inf if high is None else high)))
 
     def _made(self, scale: float) -> LossScaler:
@@ -100,12 +100,12 @@ class AmpLossScaler:
         )
 
     def loss_scale(self) -> float:
-        """The present scale."""
+        """Return the present scale."""
         return self.scaler.get_scale()
 
     @property
     def unskipped(self) -> int:
-        """Good steps since the scale last moved."""
+        """Number of good steps since the scale last moved."""
         return int(growth_tracker(self.scaler)) if self.dynamic else self._static_unskipped
 
     dynamic = _part("dynamic")
@@ -131,11 +131,11 @@ class AmpLossScaler:
 
     @property
     def _has_overflow(self) -> bool:
-        """Whether gradients of the last ``scale_loss`` overflowed; the next step is skipped, or was."""
+        """Flag of an overflow in the last ``scale_loss``; the next step is skipped, or was."""
         return self._overflowed
 
-    def _set(self, scale: float, unskipped: int, how: _How) -> None:
-        """Go on so, from the next ``scale_loss`` on.
+    def _set(self, scale: float, unskipped: int, how: _ScaleRules) -> None:
+        """Go on with other numbers, from the next ``scale_loss`` on.
 
         Raises:
             RuntimeError: gradients are scaled by it now. LossScaleError: (a ValueError) numbers out of range.
@@ -156,11 +156,11 @@ class AmpLossScaler:
         self.load(scale, unskipped)
 
     def scaled(self, loss: Any, optimizers: Iterable[Optimizer], delay_unscale: bool) -> AbstractContextManager[Any]:
-        """``LossScaler.scale_loss`` of the one loss."""
+        """Scale one loss as ``LossScaler.scale_loss`` does."""
         return self.scaler.scale_loss(loss, optimizers, delay_unscale=delay_unscale)
 
     def found_inf(self) -> bool:
-        """Whether the gradients that were unscaled last overflowed; never with a static scale. Reads the device."""
+        """Return whether the gradients unscaled last overflowed; never with a static scale. Reads the device."""
         self._overflowed = self.dynamic and self.scaler.found_inf()
         return self._overflowed
 
@@ -191,7 +191,7 @@ def _lacks(name: str) -> str:
 
 
 def checked_entry(name: str, entry: Any) -> tuple[float, int]:
-    """Scale and count of one entry of a saved state.
+    """Return scale and count of one entry of a saved state, checked.
 
     Raises:
         RuntimeError: keys are missing. ValueError: numbers out of range.

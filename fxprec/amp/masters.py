@@ -1,4 +1,4 @@
-"""FP32 masters for an optimizer of low parameters."""
+"""Make FP32 masters for an optimizer of low parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxprec.torch_internals import foreach_copy_
 
 
 class MasterGroup(NamedTuple):
-    """One param group: its trainable low parameters, their FP32 masters, and those that were FP32."""
+    """Masters of one param group: its trainable low parameters, their FP32 masters, and those that were FP32."""
 
     low: list[Tensor]
     masters: list[Tensor]
@@ -43,6 +43,7 @@ def with_masters(optimizer: Optimizer) -> list[MasterGroup]:
                     f"param_groups[{number}]['params'][{position}] is {parameter.dtype}"
                 )
         groups.append(found)
+    # Only now, when all parameters are known to fit, anything is changed.
     for group, found in zip(optimizer.param_groups, groups, strict=True):
         masters = {id(low): master for low, master in zip(found.low, found.masters, strict=True)}
         for low in found.low:
@@ -63,7 +64,7 @@ def copy_masters(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def saved_masters(saved: Any, groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The masters of a saved state, one after the other.
+    """Return the masters of a saved state, one after the other.
 
     Raises:
         RuntimeError: they do not fit to ``groups``.

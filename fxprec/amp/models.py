@@ -1,4 +1,4 @@
-"""Models on their way through ``initialize``: what is refused, how each is converted, and how that is taken back."""
+"""Convert the models given to ``initialize``, refuse what cannot be, and take conversions back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 def device_of(models: Iterable[nn.Module]) -> str:
-    """ "cuda" if a parameter of any model is there, else the device type of the first model, else "cpu"."""
+    """Return "cuda" if a parameter of any model is there, else the first model's device type, else "cpu"."""
     devices = [settled_device(model, None) for model in models]
     return "cuda" if "cuda" in devices else (devices or ["cpu"])[0]
 
@@ -67,7 +67,7 @@ def convert_model(
     scaler: LossScaler,
     undo: contextlib.ExitStack,
 ) -> None:
-    """Convert in place; ``undo`` gets what puts the model back. ``scaler``: of its first loss.
+    """Convert a model in place; ``undo`` gets what puts it back. ``scaler``: of its first loss.
 
     Raises:
         ConversionError: (a RuntimeError) as ``fxprec.convert``; or it is converted already, in another way.
@@ -93,7 +93,7 @@ def convert_model(
 
 
 def _batch_norms(model: nn.Module) -> dict[str, BatchNorm]:
-    """Path -> batch norm, of those with parameters: as in apex, only these are kept."""
+    """Return path -> batch norm, of those with parameters: as in apex, only these are kept."""
     return {path: each for path, each in model.named_modules() if isinstance(each, BatchNorm) and each.affine}
 
 
@@ -102,7 +102,7 @@ def _override(policy: Policy, norms: Iterable[str], rule: Rule) -> Policy:
 
 
 def _state_in_fp32(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """A state_dict hook: low tensors leave as FP32, so that a checkpoint of any level loads at any other."""
+    """Save low tensors as FP32, as a state_dict hook, so that a checkpoint of any level loads at any other."""
     for key, value in state.items():
         if key.startswith(prefix) and isinstance(value, Tensor) and value.dtype in _LOW:
             state[key] = value.float()

@@ -40,7 +40,7 @@ BRIEF: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """What apex calls ``opt_properties``; ``enabled=False`` turns every call of the package into a no-op.
+    """Options of a run, apex's ``opt_properties``; ``enabled=False`` turns every call of the package into a no-op.
 
     Attributes:
         cast_model_type: dtype of the lowering; None at O1, where it is ``low``; False and float32: nothing is lowered.
@@ -61,19 +61,19 @@ class Properties:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """They as apex keeps them, to read."""
+        """Options as apex keeps them, to read."""
         return MappingProxyType(
             {field.name: getattr(self, field.name) for field in fields(self) if field.name != "low"}
         )
 
     @property
     def dynamic(self) -> bool:
-        """Whether loss scales move."""
+        """Flag of loss scales that move."""
         return self.loss_scale == "dynamic"
 
     @property
     def level(self) -> Level:
-        """The level of ``fxprec.convert`` that these properties ask for."""
+        """Level of ``fxprec.convert`` that these properties ask for."""
         if self.opt_level == "O1":
             return "O1" if self.patch_torch_functions else "O0"
         if not self.cast_model_type or self.cast_model_type is torch.float32:
@@ -82,18 +82,18 @@ class Properties:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the conversion lowers to, where it lowers something."""
+        """Dtype that the conversion lowers to, where it lowers something."""
         chosen = self.cast_model_type
         return chosen if isinstance(chosen, torch.dtype) and chosen in CASTABLE - {torch.float32} else self.low
 
     @property
     def has_functions(self) -> bool:
-        """Whether decorated and registered functions cast: where something is lowered and parameters are FP32."""
+        """Flag of casts by decorated and registered functions: where something is lowered and parameters are FP32."""
         return self.level in ("O1", "O2")
 
 
 def properties_of(opt_level: Any, low: torch.dtype, overrides: dict[str, Any]) -> Properties:
-    """The defaults of a level with the overrides that are not None.
+    """Return the defaults of a level with the overrides that are not None.
 
     Raises:
         RuntimeError: an unknown level; an override that the level cannot have.
@@ -106,6 +106,7 @@ def properties_of(opt_level: Any, low: torch.dtype, overrides: dict[str, Any]) -
             "number zero"
         )
     properties = Properties(enabled=True, opt_level=opt_level, low=low)
+    # The low dtype depends on the device, so that no table of defaults can hold it.
     if opt_level in ("O2", "O3"):
         properties = replace(properties, cast_model_type=low)
     properties = replace(properties, **_DEFAULTS[opt_level])

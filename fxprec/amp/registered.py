@@ -1,4 +1,4 @@
-"""Functions of other modules that a user wants in one precision, by name.
+"""Register functions of other modules that a user wants in one precision, by name.
 
 ::
 
@@ -32,7 +32,7 @@ _RULES: Final = {"half": Rule.LOW, "float": Rule.FULL, "promote": Rule.PROMOTE}
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """``half_function`` for ``module.name``, from the next ``initialize`` on.
+    """Make ``module.name`` a ``half_function``, from the next ``initialize`` on.
 
     Raises:
         ValueError: the module has no such function. TypeError: it is none.
@@ -41,18 +41,18 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """``float_function`` for ``module.name``; as ``register_half_function``."""
+    """Make ``module.name`` a ``float_function``; as ``register_half_function``."""
     _register(module, name, "float")
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """``promote_function`` for ``module.name``; as ``register_half_function``."""
+    """Make ``module.name`` a ``promote_function``; as ``register_half_function``."""
     _register(module, name, "promote")
 
 
 @dataclass(frozen=True)
 class IsOp:
-    """A policy's predicate: the rule for nodes of one canonical op."""
+    """Predicate of a policy: the rule for nodes of one canonical op."""
 
     op: str
     rule: Rule
@@ -62,7 +62,7 @@ class IsOp:
 
 
 def with_registered(policy: Policy, model: nn.Module) -> Policy:
-    """The policy and an override for each registered function or module class of torch."""
+    """Return the policy with an override for each registered function or module class of torch."""
     classes = {type(module) for module in model.modules()}
     for entry in state.registered:
         value, rule = getattr(entry.module, entry.name), _RULES[entry.kind]
@@ -105,7 +105,7 @@ def _register(module: Any, name: str, kind: Kind) -> None:
 
 
 def _op_of(module: Any, name: str, value: Any) -> str | None:
-    """The canonical name of a function or Tensor method of torch that the op table knows."""
+    """Return the canonical name of a function or Tensor method of torch that the op table knows."""
     if _is_module_class(value) or not _is_torchs(module):
         return None
     graph = Graph()
@@ -116,9 +116,9 @@ def _op_of(module: Any, name: str, value: Any) -> str | None:
 
 
 def _is_torchs(owner: Any) -> bool:
-    """Whether a module or class is one of torch's own."""
-    home = owner.__module__ if isinstance(owner, type) else getattr(owner, "__name__", "")
-    return home.partition(".")[0] == "torch"
+    """Return whether a module or class is one of torch's own."""
+    owner_module = owner.__module__ if isinstance(owner, type) else getattr(owner, "__name__", "")
+    return owner_module.partition(".")[0] == "torch"
 
 
 def _is_module_class(value: Any) -> bool:

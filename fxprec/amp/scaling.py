@@ -1,4 +1,4 @@
-"""``scale_loss``: scale, backward, unscale and check, and the skip of the next step of every optimizer given to it."""
+"""Scale losses: ``scale_loss`` scales, runs the backward, unscales and checks, and makes optimizers skip a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STASH = "_amp_stash"
 
 @dataclass(slots=True, weakref_slot=True)
 class Stash:
-    """What amp knows of an optimizer. Scripts read apex's own: there all parameters are FP32 ones without masters.
+    """Notes of amp on an optimizer. Scripts read apex's own: there all parameters are FP32 ones without masters.
 
     Attributes:
         owner: gives the optimizer.
@@ -68,7 +68,7 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Any]:
-    """``with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()``.
+    """Scale a loss: ``with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()``.
 
     Yields the loss in FP32 times its scale. On exit gradients are unscaled and added to those of before. If a dynamic
     scale found inf or nan in them, the scale is halved and the next step of every optimizer given here is skipped.
@@ -96,6 +96,7 @@ def scale_loss(
             f"between 0 and {len(state.loss_scalers) - 1}"
         )
     scaler = state.loss_scalers[loss_id]
+    # Without scaling there is nothing to unscale or check: gradients are not even read.
     if not scaler.dynamic and scaler.loss_scale() == 1.0:
         yield loss.float()
         return
@@ -160,11 +161,11 @@ def guard_step(optimizer: Optimizer, properties: Properties) -> None:
 
 
 def _nothing_to_initialize() -> None:
-    """Scripts call it before they load an optimizer's checkpoint: apex makes its masters there. Here there are none."""
+    """Do nothing: scripts call it before they load an optimizer's checkpoint; apex makes its masters there."""
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The parameters that the optimizer updates: the FP32 masters, which are the model's own. To clip, for instance."""
+    """Return the parameters that the optimizer updates, the model's own FP32 masters. To clip, for instance."""
     return parameters_of(optimizer)
 
 
@@ -220,7 +221,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 
 def _stash(optimizer: Any, loss_id: int) -> Stash:
-    """That of an optimizer given to ``scale_loss``, if its gradients can take this loss's."""
+    """Return amp's notes on an optimizer given to ``scale_loss``, if its gradients can take this loss's."""
     stash = getattr(optimizer, STASH, None)
     if not isinstance(stash, Stash):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What apex's interface keeps between calls, since ``state_dict()`` and ``scale_loss`` take no object that could.
+"""Keep what apex's interface needs between calls, since ``state_dict()`` and ``scale_loss`` take no object for it.
 
 All of it is in ``state``, and nowhere else. It is what ``apex.amp._amp_state`` is, as far as scripts read that one.
 """
@@ -23,7 +23,7 @@ Kind = Literal["half", "float", "promote"]
 
 @dataclass(frozen=True)
 class Registration:
-    """One ``register_*`` call; ``op``: the canonical name, for what becomes an override."""
+    """Call of a ``register_*`` function; ``op``: the canonical name, for what becomes an override."""
 
     module: Any
     name: str
@@ -33,12 +33,12 @@ class Registration:
 
 @dataclass(frozen=True)
 class Handle:
-    """apex's ``_amp_state.handle``, as far as there is something to handle here: no function of torch is patched."""
+    """Handle as apex's ``_amp_state.handle``, as far as there is something to handle: torch is not patched."""
 
     _owner: AmpState
 
     def is_active(self) -> bool:
-        """Whether decorated and registered functions cast now."""
+        """Return whether decorated and registered functions cast now."""
         return self._owner.low is not None and not self._owner.disabled
 
     @property
@@ -46,7 +46,7 @@ class Handle:
         return False
 
     def _clear_cache(self) -> None:
-        """Nothing: no cast outlives a forward but the shadows of weights, which are kept up to date."""
+        """Do nothing: no cast outlives a forward but the shadows of weights, which are kept up to date."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -57,7 +57,7 @@ class Handle:
 
 @dataclass(eq=False)
 class AmpState:
-    """The state of ``fxprec.amp`` in this process.
+    """State of ``fxprec.amp`` in this process.
 
     What scripts set or read of apex's is here too. Anything else cannot be set, for nothing would come of it.
 
@@ -96,11 +96,11 @@ class AmpState:
 
     @property
     def handle(self) -> Handle:
-        """For scripts that ask apex's."""
+        """Handle for scripts that ask for apex's."""
         return Handle(self)
 
     def properties(self, call: str) -> Properties:
-        """Those of the last ``initialize``.
+        """Return the properties of the last ``initialize``.
 
         Raises:
             RuntimeError: there was none.

@@ -1,4 +1,4 @@
-"""``python -m fxprec calibrate`` measures what ``convert`` goes by: with ``lower="pays"``, and for compiled loops."""
+"""Run ``python -m fxprec calibrate``: measure the costs that ``lower="pays"`` and compiled loops go by."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, waiting: Waiting) -> int:
-    """The exit status: 0, or 1 where the file cannot be written.
+    """Run the command and return its exit status: 0, or 1 where the file cannot be written.
 
     Raises:
         ValueError: arguments that cannot be.

@@ -1,4 +1,4 @@
-"""The commands, their arguments and exit statuses: 0; 1: what was asked for was found; 2: it cannot be done."""
+"""Run commands, with their arguments and exit statuses: 0; 1: found what was asked for; 2: it cannot be done."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ FAILURES: Final[dict[str, tuple[Callable[[Headline], str], str]]] = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with the arguments."""
+    """Parser that says in one line what is wrong with the arguments."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog.removeprefix('python -m ')}: {message}; --help tells more\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status."""
+    """Run a command and return its exit status."""
     options = parser().parse_args(arguments)
     try:
         with Waiting() as waiting, warnings.catch_warnings():
@@ -71,13 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any) -> None:
-    """One of ours in a line of its own; of others nothing, as python shows them where the user runs the model."""
+    """Print one of our warnings in a line of its own; others show where the user runs the model with python."""
     if issubclass(category, FxprecWarning):
         print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments of all commands."""
+    """Return the parser of all commands."""
     made = _Parser(
         prog="python -m fxprec",
         description="Mixed precision for PyTorch models: what runs in which dtype, what that costs, and what breaks.",
@@ -169,7 +169,7 @@ def _failures(text: str) -> tuple[str, ...]:
 
 
 def _target(options: argparse.Namespace, waiting: Waiting, wants_batches: bool = True) -> Target:
-    """The target, its model converted and captured."""
+    """Return the target, its model converted and captured."""
     waiting.say(f"importing {options.target}")
     if options.batches < 1:
         raise ValueError(f"--batches {options.batches}: at least one")
@@ -188,6 +188,7 @@ def _target(options: argparse.Namespace, waiting: Waiting, wants_batches: bool =
 
 def _capture(options: argparse.Namespace, target: Target) -> None:
     """Run the first batch."""
+    # The first batch makes the graphs; the command's own run should draw the numbers that it would have drawn alone.
     with torch.random.fork_rng(devices=[]):
         run = Problem.of(target.model, target.loss, options.command, _method(options)).run
         told(f"{options.target}: the model failed on the first batch", run, target.batches[0])
@@ -208,12 +209,12 @@ def _converted(options: argparse.Namespace, target: Target) -> nn.Module:
 
 
 def _method(options: argparse.Namespace) -> str:
-    """The method that a command runs: of most there is no choice."""
+    """Return the method that a command runs: for most there is no choice."""
     return getattr(options, "method", "forward")
 
 
 def _inputs(batch: Batch, with_target: bool) -> tuple[Any, ...] | None:
-    """Example inputs of a batch, where it is no dict: the sizes that the report tells of."""
+    """Return example inputs of a batch that is no dict: the sizes that the report tells of."""
     if not isinstance(batch, tuple | list):
         return None
     return tuple(batch[:-1] if with_target else batch)

@@ -1,4 +1,4 @@
-"""The model that a command is about: ``package.module:factory`` or ``file.py:factory``, and what the factory gives."""
+"""Load the model of a command: ``package.module:factory`` or ``file.py:factory``, and what the factory gives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TargetError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model, converted or not; batches to run it on, as ``fxprec.numerics`` takes them; the loss of its outputs."""
+    """Model, converted or not; batches to run it on, as ``fxprec.numerics`` takes them; the loss of its outputs."""
 
     model: nn.Module
     batches: tuple[Batch, ...] = ()
@@ -64,7 +64,7 @@ def load(name: str, most: int) -> Target:
 
 
 def _wanted(factory: Callable[..., Any]) -> list[str]:
-    """Arguments that a function cannot be called without."""
+    """Return the arguments that a function cannot be called without."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except ValueError:  # written in C
@@ -95,7 +95,7 @@ def _imported(where: str) -> ModuleType:
 
 
 def told(what: str, function: Any, *arguments: Any) -> Any:
-    """Call what is the user's: an error of it is one of the target, with the line where it happened.
+    """Call the user's code, and raise its error as one of the target, with the line where it happened.
 
     Raises:
         TargetError: it failed.

@@ -15,7 +15,7 @@ _SILENT: Final = 2.0
 
 
 class Waiting:
-    """A context in which something is done: ``waiting.say("capturing")``, ``waiting.count("batches", batches)``."""
+    """Context of long work: ``waiting.say("capturing")``, ``waiting.count("batches", batches)``."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -35,11 +35,11 @@ class Waiting:
             sys.stderr.flush()
 
     def say(self, what: str) -> None:
-        """What is done now."""
+        """Set the text of what is done now."""
         self._text = what
 
     def count(self, what: str, each: Sequence[T]) -> Iterator[T]:
-        """Hand these on, and say how many were taken."""
+        """Yield these one by one, and say how many were taken."""
         for number, one in enumerate(each, 1):
             self.say(f"{what}: {number} of {len(each)}")
             yield one

@@ -1,4 +1,4 @@
-"""What commands write: text and JSON, to files that were looked at before the work."""
+"""Write the output of commands: text and JSON, to files that were checked before the work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_json(command: argparse.ArgumentParser) -> None:
 
 
 def writable(name: str) -> Path:
-    """Refused before the work, and not behind it."""
+    """Return a path that can be written to, checked before the work."""
     path = Path(name)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{name!r} is a folder")
@@ -28,7 +28,7 @@ def writable(name: str) -> Path:
 
 
 def tell(options: argparse.Namespace, found: Any, text: str = "") -> None:
-    """Print it, or as ``--json`` asks; ``found``: None, what JSON takes, or what has a ``to_dict``."""
+    """Print a result, or write it as ``--json`` asks; ``found``: None, what JSON takes, or what has a ``to_dict``."""
     data = json.dumps(found.to_dict() if hasattr(found, "to_dict") else found, indent=1, allow_nan=False)
     if options.json == STDOUT:
         print(data)

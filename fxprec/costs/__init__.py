@@ -1,1 +1,1 @@
-"""What work costs on a device: files of measured costs, shipped ones, and how they are measured."""
+"""Keep costs of work on a device: files of measured costs, shipped ones, and their measurement."""

@@ -95,7 +95,7 @@ def calibrate(
 
 
 class _Bench:
-    """The sizes of one kind of work. ``best``: dtype -> size (by position) -> seconds."""
+    """Bench for the sizes of one kind of work. ``best``: dtype -> size (by position) -> seconds."""
 
     def __init__(self, clock: Callable[[Run], float], device: torch.device, cases: Sequence[Case], budget: float):
         self._clock, self._device, self._cases, self._budget = clock, device, cases, budget
@@ -115,7 +115,7 @@ class _Bench:
                 self._measure(position, of_position)
 
     def disturbed(self) -> dict[int, list[torch.dtype]]:
-        """Sizes that cannot have taken that long, with the dtypes."""
+        """Return sizes that cannot have taken that long, with the dtypes."""
         found: dict[int, list[torch.dtype]] = {}
         for dtype, seconds in self.best.items():
             for position, took in seconds.items():
@@ -125,7 +125,7 @@ class _Bench:
         return found
 
     def curves(self) -> dict[torch.dtype, Curve]:
-        """More work never takes less time: what noise is left is cut off at the time of a larger size."""
+        """Return curves that never fall: what noise is left is cut off at the time of a larger size."""
         return {
             dtype: Curve(
                 tuple(
@@ -137,7 +137,7 @@ class _Bench:
         }
 
     def _measure(self, position: int, dtypes: Sequence[torch.dtype]) -> None:
-        """Dtypes in turns, so that a busy moment of the machine hits them alike; the fastest run counts."""
+        """Measure dtypes in turns, so that a busy moment of the machine hits them alike; the fastest run counts."""
         case = self._cases[position]
         runs = [(self.best[dtype], case.make(self._device, dtype)) for dtype in dtypes]
         for _, run in runs:
@@ -150,14 +150,14 @@ class _Bench:
 
 
 def _dtypes(work: Work, low: Sequence[torch.dtype]) -> list[torch.dtype]:
-    """In which this work is measured."""
+    """Return the dtypes in which this work is measured."""
     if work in LOOPS or work in _BFLOAT16_ALONE:
         low = [dtype for dtype in low if dtype is torch.bfloat16]
     return [*low] if work is Work.CAST or work in _BFLOAT16_ALONE else [torch.float32, *low]
 
 
 def _rounded(seconds: float) -> float:
-    """To four digits, more than any clock here is good for."""
+    """Round to four digits, more than any clock here is good for."""
     return float(f"{seconds:.4g}")
 
 
@@ -168,7 +168,7 @@ def _seconds(run: Run) -> float:
 
 
 def _cuda_seconds(run: Run) -> float:
-    """A call among many: its launch, or what the device takes where that is longer."""
+    """Time a call among many: its launch, or what the device takes where that is longer."""
     torch.cuda.synchronize()
     start, calls = time.perf_counter(), 0
     while calls < 20 or (time.perf_counter() - start < 1e-3 and calls < 500):
@@ -211,7 +211,7 @@ def _convolution(batch: int, channels: int, size: int, out: int, backward: bool)
 
 
 def _ways_of_attention(device: torch.device) -> list[tuple[Work, tuple[Case, ...]]]:
-    """Those that this machine has besides torch's kernel."""
+    """Return the ways to attend that this machine has besides torch's kernel."""
     ways: dict[AttentionWay, Callable[..., Tensor]] = {}
     if device.type == "cpu":
         ways |= {"products": attention_by_products, "recomputed": recomputed_attention}
@@ -249,7 +249,7 @@ def _pointwise(elements: int) -> Case:
 
 
 def _cast(elements: int) -> Case:
-    """Down and up, forward and backward; small ones in a chain, so that what autograd itself takes is a small part."""
+    """Cast down and up, forward and backward; small ones in a chain, as autograd itself takes longer than they."""
     chain = 8 if elements < 2**18 else 1
 
     def make(device: torch.device, dtype: torch.dtype) -> Run:

@@ -1,4 +1,4 @@
-"""What ``calibrate`` runs: one size of one kind of work."""
+"""One size of one kind of work, which ``calibrate`` runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Run = Callable[[], object]
 
 
 class Case(NamedTuple):
-    """How much work it is, and what does it in a dtype, ``calls`` times over."""
+    """Amount of work, and a function that makes it for a dtype, ``calls`` times over."""
 
     amount: float
     make: Callable[[torch.device, torch.dtype], Run]
@@ -20,5 +20,5 @@ class Case(NamedTuple):
 
 
 def random(device: torch.device, dtype: torch.dtype, *shape: int, gradient: bool = False) -> Tensor:
-    """Normal numbers."""
+    """Return normal random numbers."""
     return torch.randn(shape, device=device).to(dtype).requires_grad_(gradient)

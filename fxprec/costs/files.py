@@ -1,4 +1,4 @@
-"""Where device costs are kept, one JSON file a machine; and which serve a conversion, those or shipped ones."""
+"""Keep device costs, one JSON file a machine, and choose those that serve a conversion: these or shipped ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fxprec.passes.costs.device_costs import DeviceCosts
 
 
 def costs_of(device: str, dtype: torch.dtype = torch.bfloat16) -> DeviceCosts:
-    """The costs that were measured on this machine by ``python -m fxprec calibrate``, else those that are shipped.
+    """Return costs measured on this machine by ``python -m fxprec calibrate``, else those that are shipped.
 
     A file that cannot be read, or is another machine's or another torch's, is passed over with a warning.
 
@@ -45,12 +45,12 @@ def costs_of(device: str, dtype: torch.dtype = torch.bfloat16) -> DeviceCosts:
 
 
 def shipped_for_here(device: str) -> DeviceCosts:
-    """The shipped costs of the nearest class of this machine's device."""
+    """Return the shipped costs of the nearest class of this machine's device."""
     return shipped(device, processor_name(device), torch.get_num_threads(), bfloat16_units())
 
 
 def path_of(device: str) -> Path:
-    """Where the costs of this machine's device, with the present number of threads, belong.
+    """Return the path for costs of this machine's device, with the present number of threads.
 
     The folder is ``$FXPREC_CACHE_DIR``, else ``$XDG_CACHE_HOME/fxprec``, else ``~/.cache/fxprec``.
     """
@@ -81,6 +81,7 @@ def write(costs: DeviceCosts, path: Path) -> None:
         OSError: nothing can be written there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Readers see the old file or the new one: a rename within a folder is atomic.
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         beside.write_text(_text(costs))
@@ -93,14 +94,14 @@ _NO_SPACE: Final = str.maketrans("", "", " \n")
 
 
 def _text(costs: DeviceCosts) -> str:
-    """JSON, a curve a line."""
+    """Write JSON, a curve a line."""
     data = json.dumps(costs.to_dict(), indent=1)
     return re.sub(r"\[[\s\d.,e+\-\[\]]+\]", lambda found: found[0].translate(_NO_SPACE).replace(",", ", "), data) + "\n"
 
 
 @functools.cache
 def processor_name(device: str) -> str:
-    """What the GPU or CPU calls itself; a CPU that is held to fewer instructions than it has is another one."""
+    """Return the GPU's or CPU's name; a CPU that is held to fewer instructions than it has is another one."""
     if device == "cuda":
         return torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     name = cpuinfo("model name") or platform.processor() or platform.machine()
@@ -109,7 +110,7 @@ def processor_name(device: str) -> str:
 
 
 def _stale(costs: DeviceCosts, device: str, dtype: torch.dtype) -> str:
-    """Why costs are not this machine's; "" where they are."""
+    """Return why costs are not this machine's; "" where they are."""
     threads = torch.get_num_threads() if device == "cpu" else 0
     for what, have, want in (
         ("device", costs.device, device),

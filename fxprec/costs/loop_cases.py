@@ -1,4 +1,4 @@
-"""What compiled loops of a CPU are priced by: a few of torch's kernels, and loops that are compiled for it.
+"""Cases that price compiled loops of a CPU: a few of torch's kernels, and loops that are compiled for it.
 
 Of a call both ways, of memory, and of a step of each kind: ``kernels/rows/run/gains.py`` adds regions up from these.
 Training is measured in chains, since a backward as such costs the same whatever runs in it.
@@ -33,12 +33,12 @@ _CHAIN: Final = 8
 
 
 def why_no_loops() -> str:
-    """Why there is nothing to measure here; "" where there is."""
+    """Return why there is nothing to measure here; "" where there is."""
     return why_not()
 
 
 def loop_cases(low: bool) -> dict[Work, tuple[Case, ...]]:
-    """All of them; none without a compiler. ``low``: whether bfloat16 is measured, which loops load and store."""
+    """Return all cases; none without a compiler. ``low``: whether bfloat16 is measured, which loops load and store."""
     if why_no_loops() or not low:
         return {}
     sized: dict[Work, Function] = {
@@ -65,7 +65,7 @@ def _forward(rows: int, function: Function) -> Case:
 
 
 def _trained(rows: int, function: Function, of_one_row: bool = False) -> Case:
-    """Forward and backward. Small ones in a chain: what a backward takes whatever runs in it is shared then."""
+    """Time forward and backward. Small ones in a chain: what a backward takes whatever runs in it is shared then."""
     length = _CHAIN if rows * _COLUMNS < 1 << 18 else 2
 
     def make(device: torch.device, dtype: torch.dtype) -> Run:
@@ -86,7 +86,7 @@ def _trained(rows: int, function: Function, of_one_row: bool = False) -> Case:
 
 
 def as_loop(function: Function, inputs: int = 2) -> FusedRegion:
-    """A function of so many tensors as a compiled loop, at whatever price."""
+    """Compile a function of so many tensors as a loop, at whatever price."""
     graph = Graph()
     tracer = GraphAppendingTracer(graph)
     out: Any = function(*[Proxy(graph.placeholder(f"x{number}"), tracer) for number in range(inputs)])

@@ -41,7 +41,7 @@ _EMULATED: Final = 0.6
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """What a GPU does in a second, in 1e12: FLOP of products in FP32 and low, of fused attention, bytes of memory."""
+    """Rates of a GPU a second, in 1e12: FLOP of products in FP32 and low, of fused attention, bytes of memory."""
 
     full: float
     low: float
@@ -60,7 +60,7 @@ _THIN: Final = 4.0
 
 
 def shipped(device: str, name: str, threads: int, units: BFloat16Units) -> DeviceCosts:
-    """The costs of the nearest class of device.
+    """Return the costs of the nearest class of device.
 
     Args:
         device: "cpu" or "cuda".

@@ -50,7 +50,7 @@ def assert_annotations_hold(model: nn.Module, *args: Any, **kwargs: Any) -> None
 
 
 def _checking(gm: GraphModule, ran: list[str]) -> NodeByNode:
-    """Runs a graph, checks each value, and keeps the names of the nodes."""
+    """Return an interpreter that checks each value of a graph, and adds the names of the nodes that ran."""
 
     def look(node: NodeOf, run: Callable[[], Any]) -> Any:
         value = run()

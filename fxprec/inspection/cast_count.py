@@ -88,7 +88,7 @@ class _Counting(OpMode):
 
 
 def _leads_to_parameter(node: Any) -> bool:
-    """Whether what this backward node puts out is the gradient of a parameter, or of a view of one."""
+    """Return whether this backward node gives the gradient of a parameter, or of a view of one."""
     while len(node.next_functions) == 1 and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
         if node.name().endswith("AccumulateGrad"):

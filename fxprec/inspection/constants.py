@@ -18,7 +18,7 @@ from typing import Final
 import torch
 from torch.fx import Node
 
-from fxprec.inspection.nodes import Place, op_name, source_line
+from fxprec.inspection.nodes import NamedNode, op_name, source_line
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.text import dtype_name, shown_dtype
 from fxprec.passes.ops.table import facts_at
@@ -27,7 +27,7 @@ from fxprec.passes.ops.table import facts_at
 _LINES: Final = 3
 
 
-def lost_constants(places: Iterable[Place], low: torch.dtype) -> Iterator[str]:
+def lost_constants(places: Iterable[NamedNode], low: torch.dtype) -> Iterator[str]:
     """Yield a line for each op and number of which low arithmetic loses something, with where it is written.
 
     Args:
@@ -44,6 +44,7 @@ def lost_constants(places: Iterable[Place], low: torch.dtype) -> Iterator[str]:
             if what := loss(number, low):
                 found.setdefault(f"{op_name(node)} with {number:g} in {dtype_name(low)}{what}", {})[
                     source_line(node)
+                    # One text for a number however often it is written: its lines follow it.
                 ] = None
     for text, lines in found.items():
         named = [line for line in lines if line]
@@ -52,7 +53,7 @@ def lost_constants(places: Iterable[Place], low: torch.dtype) -> Iterator[str]:
 
 
 def _is_low(node: Node, low: torch.dtype) -> bool:
-    """Whether it computes in the low dtype; of a comparison, whose result is no float, whether it reads it."""
+    """Return whether a node computes in the low dtype; or reads it, if its result is no float, as a comparison's."""
     precision = notes(node).precision
     reads = precision.compute is None and any(shown_dtype(source) == dtype_name(low) for source in node.all_input_nodes)
     return reads or precision.compute is low

@@ -1,4 +1,4 @@
-"""Why one part of a model runs as it does: ``print(fxprec.explain(model, "encoder.layer.3"))``."""
+"""Explain why one part of a model runs as it does: ``print(fxprec.explain(model, "encoder.layer.3"))``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.fx import Node
 from fxprec.inspection.figures import count
 from fxprec.inspection.layers import fold, folded
 from fxprec.inspection.nodes import (
-    Place,
+    NamedNode,
     captured_of,
     is_inserted,
     is_shadow,
@@ -44,7 +44,7 @@ class Explanation(str):
 
 
 def explain(model: nn.Module, pattern: str) -> Explanation:
-    """What every node of a part of the model reads, computes and puts out, by which rule, why, and with which casts.
+    """Explain what each node of a part of the model reads, computes and puts out, by which rule, why, with which casts.
 
     Layers that are alike are told once: ``blocks.0-11: 12 alike``. The pattern ``blocks.3`` tells of one of them.
 
@@ -73,8 +73,8 @@ def explain(model: nn.Module, pattern: str) -> Explanation:
     return Explanation("\n".join(lines))
 
 
-def _folded(shown: list[Place], pattern: str) -> Iterator[str]:
-    """The description of each node; of layers that are alike the first one's only."""
+def _folded(shown: list[NamedNode], pattern: str) -> Iterator[str]:
+    """Yield the description of each node; of layers that are alike the first one's only."""
     layers = [(name, [*own]) for name, own in itertools.groupby(shown, lambda place: _layer(place, pattern))]
     likenesses = [_likeness(name, own) if name else (str(position),) for position, (name, own) in enumerate(layers)]
     alike: dict[tuple[str, ...], list[str]] = {}
@@ -90,8 +90,8 @@ def _folded(shown: list[Place], pattern: str) -> Iterator[str]:
             yield from _describe(place)
 
 
-def _layer(place: Place, pattern: str) -> str:
-    """The layer that a node is in, "blocks.3": the first number in its module's path that the pattern does not name."""
+def _layer(place: NamedNode, pattern: str) -> str:
+    """Return the layer of a node, "blocks.3": up to the first number in its path that the pattern does not name."""
     parts = module_path(place.node).split(".")
     for position, part in enumerate(parts):
         if part.isdecimal() and position >= len(pattern.split(".")):
@@ -99,8 +99,9 @@ def _layer(place: Place, pattern: str) -> str:
     return ""
 
 
-def _likeness(name: str, own: list[Place]) -> tuple[str, ...]:
-    """What is equal for layers that are alike: their descriptions, but for their numbers and the names of nodes."""
+def _likeness(name: str, own: list[NamedNode]) -> tuple[str, ...]:
+    """Return descriptions that are equal for layers that are alike: without their numbers and the names of nodes."""
+    # Names become positions within the layer, so that the same wiring reads the same in each.
     names = {place.node.name: str(position) for position, place in enumerate(own)}
     lines = [
         _NODE.sub(lambda match: "%" + names.get(match[1], ""), line).replace(name, fold(name))
@@ -110,7 +111,7 @@ def _likeness(name: str, own: list[Place]) -> tuple[str, ...]:
     return tuple(_OUTSIDE.sub("%", line) for line in lines)  # one reader of a result more: the next layer's residual
 
 
-def _describe(place: Place) -> Iterator[str]:
+def _describe(place: NamedNode) -> Iterator[str]:
     node = place.node
     where = ", ".join(filter(None, (module_path(node) and f"in {module_path(node)}", source_line(node))))
     yield f"%{place.name} = {op_name(node)}" + (f"  ({where})" if where else "")
@@ -128,7 +129,7 @@ def _describe(place: Place) -> Iterator[str]:
 
 
 def _read(source: Node) -> str:
-    """An argument, through the cast that was inserted for it."""
+    """Describe an argument, through the cast that was inserted for it."""
     if is_inserted(source) and isinstance(source.args[0], Node):
         origin = source.args[0]
         if is_shadow(source):
@@ -154,7 +155,7 @@ def _put_out(node: Node) -> str:
 
 
 def _asks(cast: Node) -> bool:
-    """Whether the cast leaves what arrives as it is, but for a low float: nobody could know without inputs."""
+    """Return whether a cast tests at run time what arrives, and casts only floats: without inputs no one could know."""
     return cast.target is cast_if_float and shown_dtype(cast) == shown_dtype(cast.all_input_nodes[0])
 
 

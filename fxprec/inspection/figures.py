@@ -1,4 +1,4 @@
-"""Bytes: what the values of a rewritten graph take against the original, and what shadows add to the weights."""
+"""Count bytes: what the values of a rewritten graph take against the original, and what shadows add to the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxprec.inspection.nodes import Place, is_inserted, is_shadow
+from fxprec.inspection.nodes import NamedNode, is_inserted, is_shadow
 from fxprec.passes.graph.annotations import CASTABLE, NO_OP, UNKNOWN, leaves, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.table import rule_of
@@ -68,7 +68,7 @@ class Weights:
 
 
 def activations(nodes: Iterable[Node]) -> Activations:
-    """What one run of these nodes writes."""
+    """Return the bytes that one run of these nodes writes."""
     sums: Counter[str] = Counter()
     for node in nodes:
         if not _writes_memory(node):
@@ -81,6 +81,7 @@ def activations(nodes: Iterable[Node]) -> Activations:
             if numel is None:
                 sums["unknown"] += 1
                 continue
+            # What stays in a fused region is in registers, and takes no memory.
             size = 0 if notes(node).in_region == "kept" else numel * (now or before).itemsize
             sums["values"] += 1
             sums["rewritten"] += size
@@ -92,7 +93,7 @@ def activations(nodes: Iterable[Node]) -> Activations:
 
 
 def bytes_of(node: Node) -> int:
-    """Of all results of a node in the dtypes of the rewritten graph; -1 where nobody knows their shape."""
+    """Return the bytes of all results of a node in the rewritten graph's dtypes; -1 where their shape is not known."""
     now, size = notes(node).precision.output, 0
     for info, numel in _values(notes(node).dtype, notes(node).numel):
         dtype = now if now is not None and info in (UNKNOWN, *CASTABLE) else info
@@ -112,15 +113,15 @@ def _writes_memory(node: Node) -> bool:
 
 
 def _values(info: Any, numel: Any) -> Iterator[tuple[Any, int | None]]:
-    """(dtype, elements) of every value of a node, of which there may be several."""
+    """Yield (dtype, elements) of every value of a node, of which there may be several."""
     infos, counts = [*leaves(info)], [*leaves(numel)]
     for position, one in enumerate(infos):
         count = counts[position] if len(counts) == len(infos) else None
         yield one, count if isinstance(count, int) else None
 
 
-def weights(model: nn.Module, graphs: Sequence[GraphModule], found: Iterable[Place]) -> Weights:
-    """The parameters of a model, and the shadows that its graphs read."""
+def weights(model: nn.Module, graphs: Sequence[GraphModule], found: Iterable[NamedNode]) -> Weights:
+    """Return the bytes of a model's parameters, and of the shadows that its graphs read."""
     shadows: dict[int, int] = {}
     for place in found:
         source = place.node.args[0] if is_shadow(place.node) else None
@@ -134,7 +135,7 @@ def weights(model: nn.Module, graphs: Sequence[GraphModule], found: Iterable[Pla
 
 
 def parameter_bytes(model: nn.Module) -> dict[str, int]:
-    """Of the parameters as they are, by dtype."""
+    """Return the bytes of the parameters as they are, by dtype."""
     found: Counter[str] = Counter()
     for value in model.parameters():
         found[dtype_name(value.dtype)] += value.numel() * value.element_size()
@@ -142,7 +143,7 @@ def parameter_bytes(model: nn.Module) -> dict[str, int]:
 
 
 def size_text(size: int) -> str:
-    """``225 kB``."""
+    """Write a size: ``225 kB``."""
     for unit in ("B", "kB", "MB"):
         if size < 1000:
             return f"{size:.3g} {unit}" if unit != "B" else f"{size} B"
@@ -151,5 +152,5 @@ def size_text(size: int) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """``1 cast``, ``2 casts``."""
+    """Write a number with its noun: ``1 cast``, ``2 casts``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from fxprec.inspection.figures import Activations, Weights, count, size_text
 from fxprec.inspection.layers import folded
-from fxprec.inspection.rehearsal import Memory, Rehearsal, Traffic
+from fxprec.inspection.rehearsal import HeldMemory, Rehearsal, Traffic
 from fxprec.inspection.text import columns, plain, titled
 from fxprec.model.net import RUNS_AS_TOLD, RUNS_FP32
 
@@ -39,7 +39,7 @@ class Stay:
 
     @property
     def label(self) -> str:
-        """In front of its line."""
+        """Label in front of the line."""
         return "FP32 inside" if self.around else "stays FP32"
 
     def __str__(self) -> str:
@@ -53,14 +53,14 @@ class Stay:
 
 
 def _place(name: str) -> str:
-    """A module of a number only is not to be taken for a count."""
+    """Write a module's name so that a bare number is not taken for a count."""
     if name.strip("0123456789,-"):
         return name
     return f"module{'' if name.isdigit() else 's'} {name}" if name else "the model itself"
 
 
 def _places(modules: Sequence[str]) -> str:
-    """``in encoder.0-3.norm``."""
+    """Write where modules are: ``in encoder.0-3.norm``."""
     places = [_place(name) for name in folded(modules)]
     more = f" and {len(places) - _PLACES} more" if len(places) > _PLACES else ""
     return f"in {', '.join(places[:_PLACES])}{more}"
@@ -139,7 +139,7 @@ class Headline:
         return titled(f"{title}: {self.verdict()}", columns(("", ""), self.lines()))
 
     def verdict(self) -> str:
-        """One line: ``all 49 matrix products in bfloat16, 12 casts a call, nothing outside the graphs``."""
+        """Write one line: ``all 49 matrix products in bfloat16, 12 casts a call, nothing outside the graphs``."""
         parts = [self._products()]
         if not self.rehearsal.unknown:
             parts.append(f"{count(self.rehearsal.ours.casts, 'cast')} a forward")
@@ -162,7 +162,7 @@ class Headline:
         return f"{lowered} of {total} matrix products in {self.low}"
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Label and text of each line below the verdict."""
+        """Yield label and text of each line below the verdict."""
         yield "computing", _numbers(self.computes) + (f"; views: {_numbers(self.views)}" if self.views else "")
         shown = self.stays[: _MOST["stays"]]
         yield from ((stay.label, str(stay)) for stay in shown)
@@ -203,6 +203,8 @@ class Headline:
             yield "risk", what
 
     def _traffic(self) -> Iterator[tuple[str, str]]:
+        # Inserted casts are counted in the graph; those that run come from the rehearsal, which regions and views
+        # change.
         inserted = (
             f"{self.casts} inserted, {self.shadow_casts} of weights read as shadows instead, {self.folded} folded"
             + (f", {self.absorbed} within regions" if self.absorbed else "")
@@ -233,13 +235,13 @@ class Headline:
         return text + (of_weights if traffic.weight_casts else "")
 
     def _refreshed(self) -> str:
-        """Say what stands here in the place of autocast's casts of weights: a training forward writes the shadows."""
+        """Write what replaces autocast's casts of weights: a training forward writes the shadows."""
         if not self.rehearsal.training or not self.weights.shadows:
             return ""
         shadows = count(self.weights.shadows, "shadow")
         return f", and refreshes {shadows} in one call writing {size_text(self.weights.shadow_bytes)}"
 
-    def _held(self, memory: Memory, names: bool = False) -> str:
+    def _held(self, memory: HeldMemory, names: bool = False) -> str:
         sizes = {"of weights": memory.weights, "of low copies of them": memory.copies}
         if self.rehearsal.training:
             sizes["kept for the backward"] = memory.kept
@@ -247,7 +249,7 @@ class Headline:
         return f"{', '.join(first)} and {last}, {size_text(memory.total)} in all"
 
     def _more_casts(self) -> Iterator[str]:
-        """Why there are more than under eager autocast."""
+        """Yield reasons for more casts than under eager autocast."""
         if number := self.rehearsal.results:
             gives = "gives a result its" if number == 1 else "give results their"
             yield f"{number} {gives} original dtype back (keep_output_dtype=False leaves them low)"
@@ -264,7 +266,7 @@ def _numbers(nodes: Mapping[str, int]) -> str:
 
 
 def _first(label: str, found: Sequence[object]) -> Iterable[str]:
-    """As many as are shown of a kind, and how many more there are."""
+    """Yield as many texts as are shown of a kind, and how many more there are."""
     most = _MOST[label]
     yield from map(str, found[:most])
     if len(found) > most:

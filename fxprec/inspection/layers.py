@@ -1,4 +1,4 @@
-"""Repeated layers as one: ``blocks.0.mlp`` and ``blocks.1.mlp`` are ``blocks.*.mlp``, or ``blocks.0-1.mlp``."""
+"""Name repeated layers as one: ``blocks.0.mlp`` and ``blocks.1.mlp`` are ``blocks.*.mlp``, or ``blocks.0-1.mlp``."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ Numbers = tuple[int, ...]
 
 
 def fold(path: str) -> str:
-    """The path with ``*`` for each number."""
+    """Return the path with ``*`` for each number."""
     return _NUMBER.sub("*", path)
 
 
 def numbers_of(path: str) -> Numbers:
-    """Those that ``fold`` leaves out."""
+    """Return the numbers that ``fold`` leaves out of a path."""
     return tuple(map(int, _NUMBER.findall(path)))
 
 
 def unfold(pattern: str, numbers: Iterable[Numbers]) -> Iterator[str]:
-    """As few names as tell these numbers in a folded path: ``blocks.0-4,6.mlp``; together they mean each path once."""
+    """Yield few names that stand for these numbers in a folded path: ``blocks.0-4,6.mlp``; each path is in one."""
     texts = pattern.split("*")
     for ranges in _products(set(numbers)):
         yield "".join(itertools.chain(*zip(texts, [*ranges, ""], strict=True)))
 
 
 def folded(paths: Iterable[str]) -> list[str]:
-    """As few names as tell these paths, in the order in which they come first: ``["blocks.0-11.mlp", "head"]``."""
+    """Return few names for paths, in the order in which they come first: ``["blocks.0-11.mlp", "head"]``."""
     alike: dict[str, list[Numbers]] = {}
     for path in paths:
         alike.setdefault(fold(path), []).append(numbers_of(path))
@@ -39,9 +39,10 @@ def folded(paths: Iterable[str]) -> list[str]:
 
 
 def _products(numbers: set[Numbers]) -> list[list[str]]:
-    """Sets whose products are these tuples, as texts."""
+    """Return sets of numbers, as texts, whose products are these tuples."""
     if numbers == {()}:
         return [[]]
+    # Tuples that agree behind the first number become one range of first numbers; what is left is split likewise.
     firsts: dict[Numbers, set[int]] = {}
     for first, *rest in numbers:
         firsts.setdefault(tuple(rest), set()).add(first)
@@ -52,7 +53,7 @@ def _products(numbers: set[Numbers]) -> list[list[str]]:
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
-    """``0-4,6``."""
+    """Write numbers as ranges: ``0-4,6``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

@@ -1,4 +1,4 @@
-"""A model's precisions as a text to commit, and what became of them since: what ``pytest --precision-lock`` compares.
+"""Write a model's precisions as a text to commit, and compare: what ``pytest --precision-lock`` does.
 
 A line a node, with the dtype that it computes in and the one that it puts out; equal ones of repeated layers are one::
 
@@ -25,7 +25,7 @@ from torch import nn
 
 from fxprec.inspection.layers import fold, numbers_of, unfold
 from fxprec.inspection.nodes import moves_data
-from fxprec.inspection.report import GraphReport, Row, graph_reports, outside_of
+from fxprec.inspection.report import GraphReport, NodeRow, graph_reports, outside_of
 from fxprec.inspection.subject import settings_line
 from fxprec.model.module import conversion_of, is_converted
 
@@ -43,7 +43,7 @@ _SECTION: Final = re.compile(r"\[([^\[\]]+)\] ?(.*)")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Name:
-    """What a line is of: a heading, such as ``forward(x)``, the path of a module, and the node there."""
+    """Name of a line: a heading, such as ``forward(x)``, the path of a module, and the node there."""
 
     heading: str
     module: str
@@ -55,7 +55,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """The precisions of one model.
+    """Precisions of one model.
 
     Attributes:
         settings: level, dtype and placement.
@@ -69,7 +69,7 @@ class Locked:
 
     @classmethod
     def of(cls, model: nn.Module) -> Locked:
-        """As a converted model is now, with all the graphs that it has.
+        """Return the precisions of a converted model as it is now, with all the graphs that it has.
 
         Raises:
             ConversionError: the model is not converted.
@@ -102,7 +102,7 @@ class Locked:
 
     @classmethod
     def parse(cls, settings: str, lines: Iterable[str]) -> Locked:
-        """From the lines of a file."""
+        """Read the lines of a file."""
         dtypes: dict[Name, str] = {}
         heading = ""
         for line in lines:
@@ -115,7 +115,7 @@ class Locked:
         return cls(settings, dtypes, {})
 
     def lines(self) -> Iterator[str]:
-        """For a file, and back with ``parse``."""
+        """Yield lines for a file, which ``parse`` reads."""
         for heading, names in itertools.groupby(self.dtypes, key=lambda name: name.heading):
             yield heading
             for dtype, group in _folded((self.dtypes[name], name) for name in names):
@@ -124,7 +124,7 @@ class Locked:
 
 
 def _nodes(graph: GraphReport) -> Iterator[tuple[Name, str, str]]:
-    """Name, dtypes and reason of what has a line."""
+    """Yield name, dtypes and reason of each node that has a line."""
     called: dict[str, str] = {}
     times: Counter[tuple[str, str]] = Counter()
     puts_out = {row.node: row.output for row in graph.rows}
@@ -145,14 +145,14 @@ def _nodes(graph: GraphReport) -> Iterator[tuple[Name, str, str]]:
             yield name, dtype, reason
 
 
-def _source(row: Row, nodes: Mapping[str, str]) -> str:
-    """The node that a cast reads, by the name of the cast."""
+def _source(row: NodeRow, nodes: Mapping[str, str]) -> str:
+    """Return the node that a cast reads, told by the name of the cast."""
     name = _CAST.sub("", row.node)
     return name if name in nodes else row.node
 
 
 def _paths(module: str) -> list[str]:
-    """The paths that a folded one means."""
+    """Return the paths that a folded one means."""
     parts = [_expanded(part) if _NUMBERS.fullmatch(part) else [part] for part in module.split(".")]
     return [".".join(path) for path in itertools.product(*parts)]
 
@@ -166,7 +166,7 @@ def _expanded(ranges: str) -> list[str]:
 
 
 def _folded(names: Iterable[tuple[_Texts, Name]]) -> list[tuple[_Texts, list[Name]]]:
-    """Names of repeated layers with the same texts, together."""
+    """Group names of repeated layers that have the same texts."""
     groups: dict[tuple[_Texts, str, str, str], list[Name]] = {}
     for texts, name in names:
         groups.setdefault((texts, name.heading, fold(name.module), name.node), []).append(name)
@@ -174,14 +174,14 @@ def _folded(names: Iterable[tuple[_Texts, Name]]) -> list[tuple[_Texts, list[Nam
 
 
 def file_text(models: Mapping[str, Locked], torch_version: str) -> str:
-    """The file of several models, by name."""
+    """Write the file of several models, by name."""
     parts = [f"# What computes in which dtype: written by pytest --precision-lock-update, with torch {torch_version}."]
     parts += ["\n".join([f"[{name}] {locked.settings}".rstrip(), *locked.lines()]) for name, locked in models.items()]
     return "\n\n".join(parts) + "\n"
 
 
 def parse_file(text: str) -> dict[str, Locked]:
-    """What ``file_text`` wrote.
+    """Read what ``file_text`` wrote.
 
     Raises:
         ValueError: it is no such file; names the line.
@@ -202,7 +202,7 @@ def parse_file(text: str) -> dict[str, Locked]:
 
 
 def review(before: Locked, after: Locked) -> list[str]:
-    """What changed, for a reader; nothing where nothing did."""
+    """Return lines that tell a reader what changed; none where nothing did."""
     found = [] if before.settings == after.settings else [f"settings: {before.settings} became {after.settings}"]
     names = [*after.dtypes, *(name for name in before.dtypes if name not in after.dtypes)]
     changed = [name for name in names if before.dtypes.get(name) != after.dtypes.get(name)]

@@ -1,4 +1,4 @@
-"""Numbers measured beside a report, on its nodes: parts in an error, and how large values are.
+"""Lay measured numbers over a report's nodes: parts in an error, and how large values are.
 
 A weight has no node of its own: what was measured of it stands at the first node that reads it.
 """
@@ -16,7 +16,7 @@ _SHARES: Final = ("zeros", "saturated", "flushed", "flushed_in_float16")
 
 
 class Measured(Protocol):
-    """A ledger, or ranges."""
+    """Table of measured numbers: a ledger, or ranges."""
 
     @property
     def subject(self) -> Subject | None: ...
@@ -30,7 +30,7 @@ class Measured(Protocol):
 def add_measured(
     graphs: Sequence[dict[str, Any]], report: Subject, ledger: Measured | None, ranges: Measured | None
 ) -> list[tuple[str, str]]:
-    """Give the rows of a report's graphs "errors" and "ranges"; label and text of what is to be told above all.
+    """Give the rows of a report's graphs "errors" and "ranges"; return label and text of lines above all of them.
 
     Raises:
         TypeError, ValueError: as of ``Report.to_html``.
@@ -51,7 +51,7 @@ def add_measured(
 
 
 def _rows(table: Measured, by: str, report: Subject) -> list[dict[str, Any]]:
-    """Those of a table that was measured on what the report is of."""
+    """Return the rows of a table, once it is known to be of what the report is of."""
     argument = "ledger" if by == "audit" else "ranges"
     wanted = f"{argument} must be what fxprec.numerics.{by} returns"
     if not hasattr(table, "subject"):
@@ -72,7 +72,7 @@ def _rows(table: Measured, by: str, report: Subject) -> list[dict[str, Any]]:
 def _placed(
     graphs: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """(Row of the report, what was measured there), its own values before those of weights."""
+    """Yield (row of the report, what was measured there), a node's own values before those of weights."""
     nodes = {(number, row["node"]): row for number, graph in enumerate(graphs) for row in graph["rows"]}
     readers: dict[str, dict[str, Any]] = {}
     for number in sorted({row["graph"] for row in measured if row["kind"] == "node"}):
@@ -100,7 +100,7 @@ def _label(row: dict[str, Any]) -> str:
 
 
 def _figures(row: dict[str, Any]) -> list[Any]:
-    """Lowest exponent, a digit for each (how many, by their logarithm), headroom (None: all is 0), and the shares."""
+    """Return lowest exponent, a digit for each (log of how many), headroom (None: all is 0), and the shares."""
     counts = {int(exponent): count for exponent, count in row["values"]["exponents"].items()}
     lowest, highest = min(counts, default=0), max(counts, default=-1)
     most = math.log1p(max(counts.values(), default=0))

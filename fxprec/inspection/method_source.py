@@ -1,4 +1,4 @@
-"""What a method does with the submodules of its object, read from its source: it calls them, or multiplies with them.
+"""Read from a method's source what it does with its object's submodules: it calls them, or multiplies with them.
 
 A *chain* names a value from the object on, ``*`` for any element of a container::
 
@@ -49,7 +49,7 @@ _CALL_IT: Final = frozenset({"map", "filter"})
 
 @dataclass(frozen=True, slots=True)
 class SourceUses:
-    """The chains that a method calls or hands on to be called, and those that it multiplies an argument with.
+    """Chains that a method calls or hands on to be called, and those that it multiplies an argument with.
 
     A method without arguments that multiplies weights with each other, as one that joins layers does, changes the
     model.
@@ -85,6 +85,7 @@ class _Method:
         self._takes_something = len([*given.posonlyargs, *given.args]) > 1 or bool(given.kwonlyargs or given.vararg)
         self._names: dict[str, set[Chain]] = {self_name: {()}}
         known = -1
+        # A name may stand for a chain that is bound further down, in a loop: a few rounds find it.
         for _ in range(_ROUNDS):
             if known == (known := sum(map(len, self._names.values()))):  # no name stands for more
                 break
@@ -222,6 +223,7 @@ def resolve(owner: nn.Module, chain: Chain) -> tuple[nn.Module, Chain, Chain]:
             inside = True
             continue
         homes = [owner, *owner._modules.values()] if inside and chain[number - 1] == ELEMENT else [owner]
+        # A container's children are alike: what one of them has of this name stands for all.
         child = next((found for home in homes if home and (found := home._modules.get(name)) is not None), None)
         if child is None:
             within = next((each for each in homes[1:] if each is not None), owner)

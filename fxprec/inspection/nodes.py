@@ -36,8 +36,8 @@ _MOVES: Final = frozenset({"setitem", "cast"})
 _LIBRARIES: Final = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
 
 
-class Place(NamedTuple):
-    """A node, the position of its graph, and its name there ("body.relu" in the body of a higher-order op)."""
+class NamedNode(NamedTuple):
+    """Node with the position of its graph, and its name there ("body.relu" in the body of a higher-order op)."""
 
     graph: int
     name: str
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 
 def rewritten_graphs(model: nn.Module) -> tuple[GraphModule, ...]:
-    """The graphs of a converted module, or a rewritten GraphModule itself.
+    """Return the graphs of a converted module, or a rewritten GraphModule itself.
 
     Raises:
         NotCapturedError: the module waits for its first call.
@@ -57,7 +57,7 @@ def rewritten_graphs(model: nn.Module) -> tuple[GraphModule, ...]:
 
 
 def known_graphs(model: nn.Module) -> tuple[GraphModule, ...]:
-    """As ``rewritten_graphs``; none of a model that ran outside of any.
+    """Return the graphs as ``rewritten_graphs`` does; none for a model that ran outside of any.
 
     Raises:
         NotCapturedError, ConversionError: likewise.
@@ -71,17 +71,17 @@ def known_graphs(model: nn.Module) -> tuple[GraphModule, ...]:
 
 
 def captured_of(model: nn.Module) -> dict[GraphModule, Captured]:
-    """Graph -> what is known of its capture, for those of a converted module."""
+    """Return graph -> what is known of its capture, for those of a converted module."""
     return {each.gm: each for each in conversion_of(model).captured} if is_converted(model) else {}
 
 
 def annotated_graphs(gm: GraphModule) -> bool:
-    """Whether the passes went over this graph."""
+    """Return whether the passes went over this graph."""
     return any(notes(node).state("precision") for node in gm.graph.nodes)
 
 
-def places(graph: int, gm: GraphModule, prefix: str = "") -> Iterator[Place]:
-    """Every node of a graph and, at the point where it is read, of each body that a higher-order op calls.
+def places(graph: int, gm: GraphModule, prefix: str = "") -> Iterator[NamedNode]:
+    """Yield every node of a graph and, where it is read, of each body that a higher-order op calls.
 
     The nodes of a fused region come before its own, under the names that they would have without it.
     """
@@ -90,16 +90,18 @@ def places(graph: int, gm: GraphModule, prefix: str = "") -> Iterator[Place]:
         body = subgraph_of(gm, node)
         if body is not None and node.op == "call_module":
             yield from (
-                Place(graph, prefix + inner.name, inner) for inner in body.graph.nodes if notes(inner).state("region")
+                NamedNode(graph, prefix + inner.name, inner)
+                for inner in body.graph.nodes
+                if notes(inner).state("region")
             )
-        yield Place(graph, prefix + node.name, node)
+        yield NamedNode(graph, prefix + node.name, node)
         if body is not None and node.op == "get_attr" and id(body) not in seen:
             seen.add(id(body))
             yield from places(graph, body, f"{prefix}{node.target}.")
 
 
-def select(found: Sequence[Place], pattern: str, modules: Sequence[str] = ()) -> list[Place]:
-    """The places that a pattern names.
+def select(found: Sequence[NamedNode], pattern: str, modules: Sequence[str] = ()) -> list[NamedNode]:
+    """Return the nodes that a pattern names.
 
     Args:
         found: where to look.
@@ -112,6 +114,7 @@ def select(found: Sequence[Place], pattern: str, modules: Sequence[str] = ()) ->
     kind, _, rest = pattern.partition(":")
     kinds = (kind,) if kind in ("op", "node", "module") else ("module", "node")
     wanted = rest if len(kinds) == 1 else pattern
+    # Without a kind, a module's path goes before a node of the same name.
     known: set[str] = set()
     for kind in kinds:
         names = [_names(place, kind) for place in found]
@@ -128,7 +131,7 @@ def select(found: Sequence[Place], pattern: str, modules: Sequence[str] = ()) ->
     )
 
 
-def _names(place: Place, kind: str) -> tuple[str, ...]:
+def _names(place: NamedNode, kind: str) -> tuple[str, ...]:
     if kind == "node":
         return (place.name,)
     if kind == "op":
@@ -138,17 +141,17 @@ def _names(place: Place, kind: str) -> tuple[str, ...]:
 
 
 def is_inserted(node: Node) -> bool:
-    """Whether a pass put this cast there."""
+    """Return whether a pass put this cast there."""
     return bool(notes(node).inserted)
 
 
 def is_shadow(node: Node) -> bool:
-    """Whether this is a cast of ours of a parameter to a low dtype: at run time a shadow stands in its place."""
+    """Return whether a node is our cast of a parameter to a low dtype: at run time a shadow is read instead."""
     return any(is_weight_cast(node, low) for low in (torch.float16, torch.bfloat16))
 
 
 def op_name(node: Node) -> str:
-    """The canonical op, with the underscore of an in-place one; "cast" for those that we insert."""
+    """Return the canonical op, with the underscore of an in-place one; "cast" for those that we insert."""
     op = notes(node).op
     if node.target in CASTS:
         return "cast"
@@ -158,25 +161,25 @@ def op_name(node: Node) -> str:
 
 
 def moves_data(op: str) -> bool:
-    """Whether a canonical op computes nothing: views, copies, casts."""
+    """Return whether a canonical op computes nothing: views, copies, casts."""
     row = facts_of(op)
     return op in _MOVES or row.arrives or row.view
 
 
 def computes(node: Node) -> str:
-    """The dtype of its arithmetic; "-": it has none."""
+    """Return the dtype of a node's arithmetic; "-" where it has none."""
     own = not is_inserted(node) and node.op != "placeholder"
     return dtype_name(notes(node).precision.compute) if own else "-"
 
 
 def original(node: Node) -> str:
-    """The dtype of its result in the original, where the rewritten one's is another; else ""."""
+    """Return the dtype of a node's result in the original, where the rewritten one's is another; else ""."""
     before = dtype_name(notes(node).dtype)
     return "" if is_inserted(node) or before == shown_dtype(node) else before
 
 
 def reason(node: Node) -> tuple[str, str]:
-    """Rule and why. Of a node without floats (sizes, indices) there is nothing to decide, whatever its op's rule is."""
+    """Return rule and why. A node without floats (sizes, indices) has neither, whatever its op's rule is."""
     precision = notes(node).precision
     if precision.compute is None and precision.output is None and not carries_float(notes(node).dtype):
         return "-", "no floats"
@@ -185,7 +188,7 @@ def reason(node: Node) -> tuple[str, str]:
 
 
 def source_line(node: Node) -> str:
-    """``model.py:12``: the innermost line of the user's own source that made the node; "" where nobody recorded it."""
+    """Return the innermost line of the user's own source that made the node, ``model.py:12``; "" if none is known."""
     frames = _frames(node)
     own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
     if not frames:
@@ -205,12 +208,12 @@ def _frames(node: Node) -> list[tuple[str, str]]:
 
 
 def short_paths(text: Any) -> str:
-    """A text of ours or of torch's with every source path shortened as in ``source_line``."""
+    """Return a text with every source path in it shortened as in ``source_line``."""
     return _PATH.sub(lambda match: _short(match[0]), str(text))
 
 
 def _short(file: str) -> str:
-    """Relative to the working directory where it lies below; else its last two parts."""
+    """Return a path relative to the working directory where it lies below; else its last two parts."""
     path = Path(file)
     here = Path.cwd()
     if path.is_relative_to(here) and here.parent != here and "site-packages" not in path.parts:

@@ -1,4 +1,4 @@
-"""Reasons that differ in figures, sizes or quoted names only, as one: ``takes 10.4 to 16.6 us in float32``."""
+"""Join reasons that differ in figures, sizes or quoted names only: ``takes 10.4 to 16.6 us in float32``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SHOWN: Final = 3
 
 
 def without_figures(why: str) -> str:
-    """What reasons that differ in figures only have in common."""
+    """Return a reason with its figures left out, equal for reasons that differ in figures only."""
     return _FIGURE.sub(lambda figure: "''" if figure[0].startswith("'") else "#", why)
 
 
 def in_one(whys: Sequence[str]) -> str:
-    """Reasons of which that is the same, in one."""
+    """Join reasons that differ in figures only."""
     figures = zip(*(_FIGURE.findall(why) for why in whys), strict=True)
     found = map(_together, figures)
     return _FIGURE.sub(lambda _: next(found), whys[0])

@@ -1,4 +1,4 @@
-"""Fused regions in the report: what each holds, how it ran last and why, and what it moves."""
+"""Report on fused regions: what each holds, how it ran last and why, and what it moves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REGION_COLUMNS: Final = ("region", "nodes", "path", "why", "kernels", "bytes mov
 
 @dataclass(frozen=True, slots=True)
 class RegionReport:
-    """One fused region.
+    """Fused region of a graph.
 
     Attributes:
         nodes: how many it holds.
@@ -39,7 +39,7 @@ class RegionReport:
 
 
 def regions_of(gm: GraphModule) -> tuple[RegionReport, ...]:
-    """The regions of a graph and of the bodies it calls."""
+    """Return the regions of a graph and of the bodies it calls."""
     found = []
     for graph in every_graph(gm):
         for node in graph.graph.find_nodes(op="call_module"):
@@ -57,7 +57,7 @@ def _report(region: FusedRegion) -> RegionReport:
 
 
 def region_cells(region: RegionReport) -> tuple[str, ...]:
-    """A row of the report's table."""
+    """Return a row of the report's table."""
     ratio = f"{region.moved / region.bound:.2f}" if region.bound else "-"
     moved = f"{region.moved:,}" if region.moved else "-"
     why = region.reason or "-"
@@ -65,7 +65,7 @@ def region_cells(region: RegionReport) -> tuple[str, ...]:
 
 
 def region_line(regions: Sequence[RegionReport]) -> str:
-    """``5 fused: 4 triton, 1 aten (float64 values)``, on a CPU ``4 loops``; "" for none."""
+    """Write a line on regions: ``5 fused: 4 triton, 1 aten (float64 values)``, on a CPU ``4 loops``; "" for none."""
     if not regions:
         return ""
     paths = Counter(region.path or "not called yet" for region in regions)

@@ -1,4 +1,4 @@
-"""What one call casts, and what it holds in memory, found by running its graphs on fake tensors: nothing is computed.
+"""Find what one call casts, and what it holds in memory, by running its graphs on fake tensors: nothing is computed.
 
 Each graph runs twice: as it was rewritten, and as eager autocast would run it, with the casts of the passes taken out,
 FP32 weights and autocast on::
@@ -37,7 +37,7 @@ _NO_SHAPES: Final = "unknown without shapes: give convert(model, example_inputs=
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The casts of the forward of one call, from one float dtype to another.
+    """Casts in the forward of one call, from one float dtype to another.
 
     Attributes:
         casts: of anything but weights and buffers.
@@ -56,8 +56,8 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """The bytes that a call holds when its forward has ended, within the autocast block where there is one.
+class HeldMemory:
+    """Bytes that a call holds when its forward has ended, within the autocast block where there is one.
 
     Attributes:
         weights: of the parameters.
@@ -77,7 +77,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """``ours`` beside ``autocast``: what eager autocast would do with the same graphs; or ``unknown``: why not told.
+    """Figures of our run beside those of eager autocast on the same graphs; or ``unknown``: why there are none.
 
     Attributes:
         ours, autocast: the casts of a forward.
@@ -91,8 +91,8 @@ class Rehearsal:
 
     ours: Traffic = Traffic()
     autocast: Traffic = Traffic()
-    memory: Memory = Memory()
-    autocast_memory: Memory = Memory()
+    memory: HeldMemory = HeldMemory()
+    autocast_memory: HeldMemory = HeldMemory()
     unknown: str = ""
     training: bool = False
     unsized: int = 0
@@ -104,7 +104,7 @@ def rehearse(
     captured: Sequence[Captured],
     device: str,
     low: torch.dtype,
-    held: Memory,
+    held: HeldMemory,
     autocast_weights: int,
     lowered: bool = False,
 ) -> Rehearsal:
@@ -132,8 +132,8 @@ def rehearse(
     return Rehearsal(
         ours=_traffic(ours),
         autocast=_traffic(autocast),
-        memory=Memory(held.weights, held.copies + _copies(ours), sum(run.kept for run in ours)),
-        autocast_memory=Memory(autocast_weights, _copies(autocast), sum(run.kept for run in autocast)),
+        memory=HeldMemory(held.weights, held.copies + _copies(ours), sum(run.kept for run in ours)),
+        autocast_memory=HeldMemory(autocast_weights, _copies(autocast), sum(run.kept for run in autocast)),
         training=any(each.training for each in captured),
         unsized=sum(run.unsized for run in (*ours, *autocast)),
         results=sum(run.results for run in ours),

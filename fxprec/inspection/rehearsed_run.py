@@ -1,4 +1,4 @@
-"""One run of a rewritten graph on fake tensors, whose casts and whose memory are counted: nothing is computed."""
+"""Run a rewritten graph once on fake tensors, and count its casts and its memory: nothing is computed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOW: Final = (torch.float16, torch.bfloat16)
 
 
 class WeightCopy(NamedTuple):
-    """A cast of a weight that is alive when the forward has ended.
+    """Cast of a weight that is alive when the forward has ended.
 
     Attributes:
         weight: the ``id`` of the real weight.
@@ -41,7 +41,7 @@ class WeightCopy(NamedTuple):
 
 
 class RehearsedRun(OpMode):
-    """What one run of one graph casts, and what autograd keeps of it.
+    """Dispatch mode that counts what one run of one graph casts, and what autograd keeps of it.
 
     Attributes:
         casts, cast_bytes: those that run, but for weights and buffers, and the bytes that they write.
@@ -104,6 +104,7 @@ class RehearsedRun(OpMode):
         given = [fake(path, low) for path in program.low] + [fake(path, None) for path in program.plain]
         placeholders = [*program.gm.graph.find_nodes(op="placeholder")]
         given += [inputs.of(node) for node in placeholders[len(given) :]]
+        # Saved tensors are counted by storage: a view of one that is kept costs nothing.
         with self, torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept):
             outputs = _Player(program.gm, inputs.mode, self, casts=not autocast).run(*given)
         self._finish([value for value in given if isinstance(value, Tensor)], autocast)
@@ -209,7 +210,7 @@ def _is_low(value: object) -> bool:
 
 
 class _Player(Interpreter):
-    """Runs a graph, the regions and the checkpointed bodies in it, with or without the casts of the passes."""
+    """Interpreter of a graph, with its regions and checkpointed bodies, with or without the casts of the passes."""
 
     def __init__(
         self, gm: GraphModule, mode: FakeTensorMode, counting: RehearsedRun, casts: bool, within: bool = False
@@ -218,6 +219,7 @@ class _Player(Interpreter):
         self._mode, self._counting, self._casts, self._within = mode, counting, casts, within
 
     def run_node(self, n: Node) -> Any:
+        # Under autocast the passes' casts are left out: autocast makes its own.
         if is_inserted(n) and not self._casts:
             value, maker = self.fetch_args_kwargs_from_env(n)[0][0], n.all_input_nodes[0]
             if notes(n).precision.output in _LOW and _is_low(value):
@@ -234,7 +236,7 @@ class _Player(Interpreter):
         return result
 
     def _is_widened(self, source: Node) -> bool:
-        """Whether a pass casts to FP32 here what is low under autocast."""
+        """Return whether a pass casts to FP32 here what is low under autocast."""
         wide = is_inserted(source) and notes(source).precision.output is torch.float32
         return wide and _is_low(self.env.get(source))
 

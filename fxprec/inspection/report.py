@@ -1,4 +1,4 @@
-"""What a conversion did, for people and for programs: ``print(fxprec.report(model))``, ``report(model).to_dict()``.
+"""Report what a conversion did, to people and programs: ``print(fxprec.report(model))``, ``report(model).to_dict()``.
 
 It prints short, as the headline; ``print(fxprec.report(model).nodes)`` lists every node.
 """
@@ -23,7 +23,7 @@ from fxprec.inspection.figures import Activations, Weights, activations, bytes_o
 from fxprec.inspection.headline import Headline, Stay
 from fxprec.inspection.measured import Measured, add_measured
 from fxprec.inspection.nodes import (
-    Place,
+    NamedNode,
     captured_of,
     computes,
     is_inserted,
@@ -39,7 +39,7 @@ from fxprec.inspection.nodes import (
 )
 from fxprec.inspection.reasons import in_one, without_figures
 from fxprec.inspection.regions import REGION_COLUMNS, RegionReport, region_cells, region_line, regions_of
-from fxprec.inspection.rehearsal import Memory, Rehearsal, rehearse
+from fxprec.inspection.rehearsal import HeldMemory, Rehearsal, rehearse
 from fxprec.inspection.subject import Subject, settings_line, told
 from fxprec.inspection.text import columns, plain, stacked, titled, without_advice
 from fxprec.inspection.times import UNKNOWN, Times
@@ -64,8 +64,8 @@ _LOW: Final = frozenset({"float16", "bfloat16"})
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One node.
+class NodeRow:
+    """Node of a report.
 
     ``kind``: "op", "cast" (inserted, at every call), "shadow" (inserted cast of a weight), "absorbed" (an inserted cast
     within a fused region, where it costs nothing), "region" or "input". ``region``: the fused region that it is in.
@@ -93,7 +93,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
-    """One rewritten graph.
+    """Rewritten graph of a report.
 
     Attributes:
         inputs: names of its placeholders.
@@ -107,7 +107,7 @@ class GraphReport:
     """
 
     inputs: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[NodeRow, ...]
     activations: Activations
     declined: tuple[str, ...]
     regions: tuple[RegionReport, ...] = ()
@@ -120,13 +120,13 @@ class GraphReport:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """What ``report`` returns: ``print`` it, or read ``headline`` and ``graphs[0].rows``."""
+    """Result of ``report``: ``print`` it, or read ``headline`` and ``graphs[0].rows``."""
 
     headline: Headline
     graphs: tuple[GraphReport, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers, ready for json."""
+        """Return plain dicts, lists, strings and numbers, ready for json."""
         found = json.loads(json.dumps(self, default=_fields_of))
         found["headline"]["verdict"] = self.headline.verdict()
         return found
@@ -165,7 +165,7 @@ class Report:
 
     @property
     def subject(self) -> Subject:
-        """What it is a report of."""
+        """Conversion that the report is of."""
         graphs = tuple({row.node: told(row.compute, row.output) for row in graph.rows} for graph in self.graphs)
         headline = self.headline
         return Subject("report", headline.model, headline.settings, headline.weights.parameters, graphs)
@@ -180,13 +180,13 @@ class Report:
 
     @property
     def nodes(self) -> NodeTable:
-        """A line a node, to print or to search: none is ever wrapped."""
+        """Table with a line a node, to print or to search: none is ever wrapped."""
         return NodeTable(self)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class NodeTable:
-    """Every node of the graphs, a line each; prints as columns."""
+    """Table of every node of the graphs, a line each; prints as columns."""
 
     report: Report
 
@@ -219,7 +219,7 @@ class NodeTable:
 
 
 def report(model: nn.Module) -> Report:
-    """The figures of a conversion, and every node of its graphs with dtypes, rule and reason.
+    """Return the figures of a conversion, and every node of its graphs with dtypes, rule and reason.
 
     ``print`` gives 10 to 40 lines: a verdict, what stays FP32 and why, casts and memory beside eager autocast's, what
     runs outside of the graphs, risks. ``print(report(model).nodes)`` gives a line a node.
@@ -238,7 +238,7 @@ def report(model: nn.Module) -> Report:
 
 
 def graph_reports(model: nn.Module) -> list[GraphReport]:
-    """The graphs of ``report(model)``, without the headline, which takes longer.
+    """Return the graphs of ``report(model)``, without the headline, which takes longer.
 
     Raises:
         ConversionError, NotCapturedError: as for ``report``.
@@ -247,7 +247,7 @@ def graph_reports(model: nn.Module) -> list[GraphReport]:
 
 
 def outside_of(conversion: Conversion | None) -> dict[str, str]:
-    """Where -> why of what runs outside the graphs."""
+    """Return where -> why of what runs outside the graphs."""
     net = conversion.net if conversion is not None else {}
     return {short_paths(where): _reason_line(why) for where, why in net.items()}
 
@@ -259,10 +259,10 @@ def _reason_line(why: str) -> str:
 
 def _sections(
     model: nn.Module, conversion: Conversion | None
-) -> tuple[tuple[GraphModule, ...], list[GraphReport], list[Place]]:
+) -> tuple[tuple[GraphModule, ...], list[GraphReport], list[NamedNode]]:
     graphs = known_graphs(model)
     sections: list[GraphReport] = []
-    found: list[Place] = []
+    found: list[NamedNode] = []
     captured = captured_of(model)
     present = conversion.in_present_mode(captured.values()) if conversion else []
     counted = conversion.of_last_call(present) if conversion else []
@@ -291,6 +291,7 @@ def _headline(
     held: Weights,
     sections: list[GraphReport],
 ) -> Headline:
+    # Graphs of the other mode, or that the last call did not run, would count an op twice.
     graphs = tuple(gm for gm, section in zip(graphs, sections, strict=True) if section.counts)
     other_mode = sum(section.other_mode for section in sections)
     other_calls = len(sections) - len(graphs) - other_mode
@@ -344,7 +345,7 @@ def _rehearsal(conversion: Conversion, captured: Sequence[Captured], held: Weigh
     weights = sum(held.parameters.values())
     widened = held.parameters.get(dtype_name(settings.dtype), 0) if lowered else 0  # as many bytes again make it FP32
     packed = 0 if conversion.packed is None else conversion.packed.nbytes
-    stays = Memory(weights, held.shadow_bytes + packed)
+    stays = HeldMemory(weights, held.shadow_bytes + packed)
     return rehearse(captured, settings.device, settings.dtype, stays, weights + widened, lowered)
 
 
@@ -373,13 +374,13 @@ def _packed(conversion: Conversion, graphs: Iterable[GraphModule]) -> str:
     )
 
 
-def _by_dtype(rows: Iterable[Row]) -> dict[str, int]:
+def _by_dtype(rows: Iterable[NodeRow]) -> dict[str, int]:
     return dict(Counter(row.compute for row in rows).most_common())
 
 
-def _stays(graphs: Iterable[Sequence[Row]]) -> tuple[Stay, ...]:
-    """What computes in FP32: the ops of a reason together, those first that a rule keeps there."""
-    reasons: dict[tuple[str, str, str], list[Row]] = {}
+def _stays(graphs: Iterable[Sequence[NodeRow]]) -> tuple[Stay, ...]:
+    """Return what computes in FP32: the ops of a reason together, those first that a rule keeps there."""
+    reasons: dict[tuple[str, str, str], list[NodeRow]] = {}
     for rows in graphs:
         outputs = {row.node: row.output for row in rows}
         for row in rows:
@@ -391,30 +392,30 @@ def _stays(graphs: Iterable[Sequence[Row]]) -> tuple[Stay, ...]:
 
 
 def _fields_of(part: Any) -> dict[str, Any]:
-    """Of a dataclass, for json; ``dataclasses.asdict`` copies whatever they hold, three times as slowly."""
+    """Return the fields of a dataclass for json; ``dataclasses.asdict`` copies all they hold, three times as slowly."""
     return {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
 
 
-def _stem(row: Row) -> str:
-    """Its reason without what it says of other nodes."""
+def _stem(row: NodeRow) -> str:
+    """Return a row's reason without what it says of other nodes."""
     return row.why.partition("; ")[0]
 
 
-def _low_around(row: Row, outputs: Mapping[str, str]) -> str:
-    """What of an op's values is low: "reads and writes bfloat16"; weights apart."""
+def _low_around(row: NodeRow, outputs: Mapping[str, str]) -> str:
+    """Write what of an op's values is low, weights apart: "reads and writes bfloat16"."""
     read = {outputs[name] for name in row.reads if name in outputs}
     reads, writes = bool(read) and read <= _LOW, row.output in _LOW
     verbs = [verb for verb, low in (("reads", reads), ("writes", writes)) if low]
     return f"{' and '.join(verbs)} {row.output if writes else read.pop()}" if verbs else ""
 
 
-def _stay(rows: Sequence[Row], around: str) -> Stay:
+def _stay(rows: Sequence[NodeRow], around: str) -> Stay:
     ops = dict(Counter(row.op for row in rows).most_common())
     modules = {op: tuple(dict.fromkeys(row.module for row in rows if row.op == op)) for op in ops}
     return Stay(in_one([*map(_stem, rows)]), ops, modules, around)
 
 
-def _risks(conversion: Conversion, computing: Iterable[Row], graphs: Iterable[GraphModule]) -> Iterator[str]:
+def _risks(conversion: Conversion, computing: Iterable[NodeRow], graphs: Iterable[GraphModule]) -> Iterator[str]:
     nodes = (place for number, gm in enumerate(graphs) for place in places(number, gm))
     yield from lost_constants(nodes, conversion.settings.dtype)
     low = dtype_name(conversion.settings.dtype)
@@ -429,24 +430,24 @@ def _risks(conversion: Conversion, computing: Iterable[Row], graphs: Iterable[Gr
         )
 
 
-def _slow(conversion: Conversion | None, computing: Iterable[Row]) -> str:
+def _slow(conversion: Conversion | None, computing: Iterable[NodeRow]) -> str:
     if conversion is None or not any(row.compute == dtype_name(conversion.settings.dtype) for row in computing):
         return ""
     return conversion.settings.why_slow.partition(". ")[0]
 
 
-def _cost_line(graphs: tuple[GraphModule, ...], rows: list[Row]) -> str:
+def _cost_line(graphs: tuple[GraphModule, ...], rows: list[NodeRow]) -> str:
     stay = sum(row.rule == Rule.FULL and row.why.startswith("pays:") for row in rows)
     known = dict.fromkeys(costs for gm in graphs if (costs := graph_notes(gm).costs))
     return f"{'; '.join(known)}: {count(stay, 'op')} not worth lowering" if known else ""
 
 
-def _row(place: Place, times: Times | None) -> Row:
+def _row(place: NamedNode, times: Times | None) -> NodeRow:
     node = place.node
     rule, why = reason(node)
     prefix = place.name.removesuffix(node.name)
     compute = computes(node)
-    return Row(
+    return NodeRow(
         node=place.name,
         kind=_kind(node),
         module=module_path(node),

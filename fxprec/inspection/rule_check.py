@@ -1,4 +1,4 @@
-"""What a policy says of a custom op, against what the op's kernel does: in float64, and in the dtype of the rule."""
+"""Check what a policy says of a custom op against its kernel: in float64, and in the dtype of the rule."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def assert_rule_holds(
 
 
 def _in(dtype: torch.dtype | None, arguments: Any) -> Any:
-    """Copies of the arguments, floats in this dtype; None: as they are."""
+    """Return copies of the arguments, floats in this dtype; None: as they are."""
 
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -86,7 +86,7 @@ def _in(dtype: torch.dtype | None, arguments: Any) -> Any:
 
 
 def _run(function: Callable[..., Any], given: Any, gradients: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Float results, and the gradients of the inputs that require any, of the sum of the results times fixed numbers.
+    """Return float results, and gradients of their sum times fixed numbers for the inputs that require any.
 
     Raises:
         RuntimeError: the result does not depend on them as far as autograd knows.
@@ -118,7 +118,7 @@ def _check_fake(what: str, kernel: Callable[..., Any], given: Any, found: Sequen
 
 
 def _references(what: str, function: Callable[..., Any], given: Any, arguments: Any, gradients: bool) -> Any:
-    """In float64: of the arguments, and of those that the kernel was given; there rounding is all that differs."""
+    """Return results in float64: of the arguments, and of those that the kernel got, where only rounding differs."""
     try:
         return tuple(_run(function, _in(torch.float64, each), gradients) for each in (arguments, given))
     except Exception as error:
@@ -126,7 +126,7 @@ def _references(what: str, function: Callable[..., Any], given: Any, arguments: 
 
 
 def _check_error(what: str, ours: Tensor, exact: Tensor, rounded: Tensor) -> None:
-    """``rounded``: float64 on the rounded inputs."""
+    """Raise if a result is further off than rounding explains; ``rounded`` is float64 on the rounded inputs."""
     best = rounded.to(ours.dtype).double()
     size = exact.abs().max().item() if exact.numel() else 0.0
     allowed = _LIMIT * max((best - exact).abs().max().item(), torch.finfo(ours.dtype).eps * size)

@@ -1,4 +1,4 @@
-"""What numbers were measured on: whether a ledger and a report are of one model under one policy."""
+"""Tell whether a ledger and a report are of one model under one policy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxprec.passes.graph.text import dtype_name, shown_dtype
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A conversion, as far as it says which node a number belongs to.
+    """Conversion that numbers were measured on, as far as it says which node a number belongs to.
 
     Attributes:
         by: who looked at it.
@@ -34,7 +34,7 @@ class Subject:
     graphs: tuple[Mapping[str, str], ...]
 
     def differences(self, other: Subject) -> Iterator[str]:
-        """What is not as in the other one, as clauses; of graphs that the other one has on top nothing is said."""
+        """Yield differences from the other conversion, as clauses; graphs that only the other one has do not count."""
         for what, own, there in (
             ("model", self.model, other.model),
             ("settings", self.settings, other.settings),
@@ -53,7 +53,7 @@ class Subject:
 
 
 def subject_of(model: nn.Module, by: Literal["audit", "ranges"]) -> Subject:
-    """That of a converted model, as it is now; its graphs become those that users are shown."""
+    """Return the subject of a converted model, as it is now; its graphs become those that users are shown."""
     conversion = conversion_of(model)
     graphs = tuple(
         {
@@ -67,7 +67,7 @@ def subject_of(model: nn.Module, by: Literal["audit", "ranges"]) -> Subject:
 
 
 def settings_line(conversion: Conversion | None) -> str:
-    """Level, dtype and placement; empty for a bare graph."""
+    """Write level, dtype and placement; empty for a bare graph."""
     if conversion is None:
         return ""
     settings = conversion.settings
@@ -75,5 +75,5 @@ def settings_line(conversion: Conversion | None) -> str:
 
 
 def told(compute: str, output: str) -> str:
-    """``computes float32, puts out bfloat16``."""
+    """Write the dtypes of a node: ``computes float32, puts out bfloat16``."""
     return f"computes {compute}, puts out {output}" if compute != "-" else f"puts out {output}"

@@ -1,4 +1,4 @@
-"""Tables for a terminal, a notebook or a log. rich is imported when something is printed."""
+"""Lay out tables for a terminal, a notebook or a log. rich is imported when something is printed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def without_advice(text: str) -> str:
 
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
-    """rich draws a random number when it is imported: the user's seed would give other numbers afterwards."""
+    """Keep Python's random state: rich draws a number when it is imported, and the user's seed would give others."""
     state = random.getstate()
     try:
         yield
@@ -61,7 +61,7 @@ def _importing() -> Iterator[None]:
 
 
 def stacked(parts: Iterable[RenderableType]) -> RenderableType:
-    """One below the other."""
+    """Stack parts, one below the other."""
     with _importing():
         from rich.console import Group
 
@@ -69,7 +69,7 @@ def stacked(parts: Iterable[RenderableType]) -> RenderableType:
 
 
 def titled(title: str, *parts: RenderableType) -> RenderableType:
-    """A bold line, and what follows it."""
+    """Put a bold line above parts."""
     with _importing():
         from rich.text import Text
 
@@ -77,7 +77,7 @@ def titled(title: str, *parts: RenderableType) -> RenderableType:
 
 
 def columns(names: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
-    """Columns without a frame or rules between them, so that plain text stays plain."""
+    """Lay out columns without a frame or rules between them, so that plain text stays plain."""
     with _importing():
         from rich.table import Table
         from rich.text import Text
@@ -91,7 +91,7 @@ def columns(names: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableTy
 
 
 def plain(renderable: RenderableType) -> str:
-    """The text that rich would print, without colours and of a fixed width."""
+    """Return the text that rich would print, without colours and of a fixed width."""
     with _importing():
         from rich.console import Console
 

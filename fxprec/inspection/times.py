@@ -1,4 +1,4 @@
-"""What the nodes of a rewritten graph take, by the costs of the device: estimates, for the page's strip and cards."""
+"""Estimate what the nodes of a rewritten graph take, by the device's costs, for the page's strip and cards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNKNOWN: Final = -1.0
 
 
 class Times:
-    """Those of the graphs of one conversion.
+    """Estimated times of the nodes of a conversion's graphs.
 
     Args:
         settings: of the conversion.
@@ -33,7 +33,7 @@ class Times:
         self._of_graphs: dict[Graph, OpCosts] = {}
 
     def of(self, node: Node) -> float:
-        """Seconds of a step; 0 for inputs, shadows and casts within regions; ``UNKNOWN``, so of other dtypes."""
+        """Return seconds of a step; 0 for inputs, shadows and casts within regions; ``UNKNOWN`` for other dtypes."""
         if node.op == "placeholder" or is_shadow(node) or notes(node).state("in_region"):
             return 0.0
         costs = self._of_graph(node.graph)

@@ -1,1 +1,1 @@
-"""What frameworks want beside ``convert``: a module each, which imports its framework when it is imported itself."""
+"""Integrate with frameworks beside ``convert``: a module each, which imports its framework when imported itself."""

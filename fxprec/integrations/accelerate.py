@@ -1,4 +1,4 @@
-"""Hugging Face's Accelerate: its ``backward``, clipping, steps and checkpoints, by a scaler of fxprec.
+"""Let Hugging Face's Accelerate run its ``backward``, clipping, steps and checkpoints by a scaler of fxprec.
 
 Accelerate has a scaler of its own with ``mixed_precision="fp16"`` only, together with autocast, and never on a CPU.
 """
@@ -48,7 +48,7 @@ def use_scaler(accelerator: Accelerator, scaler: LossScaler) -> None:
 
 
 def _unscale_gradients(self: Accelerator, optimizer: Any = None) -> None:
-    """As the method of the class, which does nothing without autocast; ``clip_grad_norm_`` calls it."""
+    """Unscale gradients; the class's own method does nothing without autocast. ``clip_grad_norm_`` calls it."""
     if optimizer is None:
         optimizer = self._optimizers
     for each in optimizer if isinstance(optimizer, tuple | list) else [optimizer]:

@@ -26,7 +26,7 @@ _OF_THE_TRAINER: Final = (
 
 
 class MixedPrecision(precision.MixedPrecision):
-    """Lightning's plugin of that name, with ``fxprec.convert`` in the place of autocast.
+    """Precision plugin as Lightning's of that name, with ``fxprec.convert`` in the place of autocast.
 
     The module is converted when the trainer sets up: ``forward`` and the steps that it defines run rewritten graphs.
     What calls the trainer (``self.log``, ``self.manual_backward``) runs between them. Clipping, accumulation and
@@ -49,7 +49,7 @@ class MixedPrecision(precision.MixedPrecision):
         self._options = {"dtype": dtype, **options}
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert it in place, unless that is done."""
+        """Convert a module in place, unless that is done."""
         if is_converted(module):
             if conversion_of(module).settings.dtype is torch.float16 and self.scaler is None:
                 raise ConversionError(
@@ -69,5 +69,5 @@ class MixedPrecision(precision.MixedPrecision):
 
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:  # type: ignore[override]
-        """Nothing: the graphs know their dtypes."""
+        """Do nothing: the graphs know their dtypes."""
         yield

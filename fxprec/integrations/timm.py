@@ -1,4 +1,4 @@
-"""timm's loss scaler: what its training script calls in the place of ``loss.backward()`` and ``optimizer.step()``."""
+"""Scale losses in timm's training script, which calls this in place of ``loss.backward()`` and ``optimizer.step()``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxprec.scaling.loss_scaler import LossScaler
 
 
 class NativeScaler:
-    """``timm.utils.NativeScaler`` around the scaler that ``convert`` returned: the same call, key and state.
+    """Scaler as ``timm.utils.NativeScaler``, around that of ``convert``: the same call, key and state.
 
     Attributes:
         state_dict_key: under which timm's CheckpointSaver keeps the state.
@@ -35,7 +35,7 @@ class NativeScaler:
         create_graph: bool = False,
         need_update: bool = True,
     ) -> None:
-        """Backward; and where ``need_update``, clip unscaled gradients, step, and update the scale.
+        """Run the backward; and where ``need_update``, clip unscaled gradients, step, and update the scale.
 
         Args:
             clip_mode: "norm", "value", or "agc" (adaptive clipping, which is timm's).
@@ -56,11 +56,11 @@ class NativeScaler:
         self._scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the scaler."""
+        """Return the state of the scaler."""
         return self._scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of this one, or of timm's own."""
+        """Load a state of this scaler, or of timm's own."""
         self._scaler.load_state_dict(state_dict)
 
 

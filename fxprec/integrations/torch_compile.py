@@ -37,7 +37,7 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """A backend of ``torch.compile``; installed under the name "fxprec".
+    """Compile a graph of dynamo's, as a backend of ``torch.compile``; installed under the name "fxprec".
 
     Args:
         gm: what dynamo captured.
@@ -104,12 +104,13 @@ def _settings(
 
 
 def _holder(gm: GraphModule, inputs: Sequence[Any]) -> nn.Module:
-    """A module with the parameters among the inputs, under the names that they have in the model."""
+    """Return a module with the parameters among the inputs, under the names that they have in the model."""
     holder = nn.Module()
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
         if isinstance(value, nn.Parameter):
             *parts, name = _name(node).split(".")
             module = holder
+            # Two names may clean to one path (a tied weight, a wrapper): then the placeholder's own name serves.
             for part in parts:
                 if not isinstance(getattr(module, part, None), nn.Module):
                     module.add_module(part, nn.Module())

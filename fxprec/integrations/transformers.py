@@ -1,4 +1,4 @@
-"""transformers' Trainer with a converted model: the loss scaler in its backward, clipping, steps and checkpoints.
+"""Train a converted model by transformers' Trainer: the scaler in its backward, clipping, steps and checkpoints.
 
 In bfloat16 any Trainer takes a converted model as it is. In float16 losses have to be scaled.
 """
@@ -16,7 +16,7 @@ from fxprec.scaling.loss_scaler import LossScaler
 
 
 class ScalerMixin:
-    """For a Trainer class, before it: ``class Mine(ScalerMixin, Seq2SeqTrainer)``; see ``Trainer`` below.
+    """Mixin for a Trainer class, before it: ``class Mine(ScalerMixin, Seq2SeqTrainer)``; see ``Trainer`` below.
 
     Args:
         scaler: what ``fxprec.convert`` returned beside the model.
@@ -37,10 +37,10 @@ class ScalerMixin:
             )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """A Trainer makes its Accelerator here, for some arguments more than once."""
+        """Give each Accelerator the scaler: a Trainer makes its Accelerator here, for some arguments more than once."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         use_scaler(self.accelerator, self._scaler)  # type: ignore[attr-defined]
 
 
 class Trainer(ScalerMixin, transformers.Trainer):
-    """``transformers.Trainer(model, args, scaler=scaler, ...)``: every other argument is its own."""
+    """Trainer ``transformers.Trainer(model, args, scaler=scaler, ...)``: every other argument is its own."""

@@ -1,4 +1,4 @@
-"""From ranges to a dtype and a loss scale: what float16 would lose of values that are known over FP32's exponents."""
+"""Advise a dtype and a loss scale from measured ranges: what float16 would lose of values that FP32 can hold."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOST: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What fits a model; attributes as of ``Ranges``."""
+    """Advice on the dtype and loss scale of a model; attributes as of ``Ranges``."""
 
     dtype: torch.dtype | None
     reasons: tuple[str, ...]
@@ -38,7 +38,7 @@ class Advice:
 
 
 def advise(rows: Sequence[Range], low: torch.dtype, ran_at: float, fault: str = "") -> Advice:
-    """What follows from a run.
+    """Return the dtype and the loss scales that fit the values of a run, with the figures that decide so.
 
     Args:
         rows: of a run in bfloat16, whose exponents are FP32's; or in float16, where nothing else is known.
@@ -55,6 +55,7 @@ def advise(rows: Sequence[Range], low: torch.dtype, ran_at: float, fault: str = 
     backward = [row for row in lowered if row.phase == "backward" and row.values.some + row.values.overflowed]
     scale = _largest_scale([row for row in rows if row.phase == "backward"], backward, low, ran_at)
     useful = None if scale is None else _smallest_scale(backward, scale, ran_at)
+    # Anything that float16 would break decides for bfloat16: a fit is claimed only where nothing speaks against it.
     against = [*_too_large(forward), *_too_small(forward)]
     why = "" if scale is not None else _why_no_scale(fault or (backward and f"gradients are not finite in {name}"))
     if backward and why:
@@ -74,7 +75,10 @@ def advise(rows: Sequence[Range], low: torch.dtype, ran_at: float, fault: str = 
 
 
 def _largest_scale(rows: Sequence[Range], lowered: Sequence[Range], low: torch.dtype, ran_at: float) -> float | None:
-    """A power of two that leaves all gradients their headroom; those in low precision in float16."""
+    """Return the largest power of two that leaves all gradients their headroom, or None where no gradient is low.
+
+    Gradients in low precision are held against float16's range, others against that of their own dtype.
+    """
     if not lowered or any(row.values.overflowed or row.values.nans for row in rows):
         return None
     rooms = [
@@ -92,7 +96,7 @@ def _why_no_scale(fault: object) -> str:
 
 
 def _smallest_scale(backward: Sequence[Range], scale: float, ran_at: float) -> float:
-    """From 1 up: there nothing is scaled."""
+    """Return the smallest scale, from 1.0 up, at which hardly more gradients become 0 than at the largest one."""
     most = flushed_of(backward, torch.float16, scale / ran_at) + _MORE
     while scale > 1 and flushed_of(backward, torch.float16, scale / 2 / ran_at) <= most:
         scale /= 2
@@ -104,6 +108,7 @@ def _where(row: Range) -> str:
 
 
 def _too_large(forward: Sequence[Range]) -> list[str]:
+    # Measured overflows come first: what is beyond float16's range in a run with FP32's exponents is only foreseen.
     over = [row for row in forward if row.values.overflowed]
     if over:
         return [f"{_where(over[0])} overflows" + _more(over)]
@@ -126,7 +131,7 @@ def _too_small(forward: Sequence[Range]) -> list[str]:
 
 
 def _lost_gradients(backward: Sequence[Range], weights: Sequence[Range], scale: float, larger: float) -> list[str]:
-    """``larger``: how much larger than in the run gradients are at the scale."""
+    """Return which gradients float16 loses even at the largest safe scale, ``larger`` times as large as in the run."""
     found = []
     lost = [row for row in weights if row.flushed_in(torch.float16, larger) > _LOST]
     if lost:
@@ -135,6 +140,8 @@ def _lost_gradients(backward: Sequence[Range], weights: Sequence[Range], scale: 
         )
     share = flushed_of(backward, torch.float16, larger)
     if share > _FLUSHED:
+        # Where even the best scale flushes too many, the distance from smallest to largest explains it better than a
+        # name.
         seen = [row.values for row in backward if row.values.some]
         smallest, largest = min(each.smallest for each in seen), max(each.largest for each in seen)
         found.append(

@@ -1,4 +1,4 @@
-"""What another rule would cost a place of a rewritten graph: casts, bytes, and time by the device's costs.
+"""Price another dtype for an op of a rewritten graph: casts, bytes, and time by the device's costs.
 
 Told from the graph as it stands, all other places staying as they are. An op that is low reads casts of what is FP32::
 
@@ -40,7 +40,7 @@ _CAST_BYTES: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """The other dtype for one op, all others staying as they are. Negative numbers are what it spares.
+    """The other dtype for one op, all others staying as they are; negative numbers are savings.
 
     Attributes:
         precision: "float32", or the low dtype.
@@ -62,7 +62,7 @@ class Alternative:
 
 
 class Alternatives:
-    """Those of the ops of rewritten graphs.
+    """Prices of the other dtype for the ops of rewritten graphs.
 
     Args:
         settings: of the conversion.
@@ -76,16 +76,19 @@ class Alternatives:
         self._priced: dict[Graph, OpCosts] = {}
 
     def of(self, node: Node) -> Alternative | None:
-        """None: it has no other, as it computes nothing in a dtype that is ours to choose."""
+        """Return the other dtype's price, or None where the op computes nothing in a dtype that is ours to choose."""
         precision, low = notes(node).precision, self._context.low
         current = precision.reads if isinstance(precision.reads, torch.dtype) else precision.output
         is_op = node.op.startswith("call") and not is_inserted(node) and not isinstance(notes(node).dtype, tuple)
         if not is_op or precision.rule is Rule.KEEP or precision.output is None or current not in (torch.float32, low):
             return None
+        # A fused region's dtypes are its kernel's: changing one op would split the region, which no price here covers.
         if node.op == "call_module" and notes(node).fused:
             return None
         other = low if current is torch.float32 else torch.float32
         more, fewer = _casts(node, current, other)
+        # Traffic changes for inputs that are read in the current dtype, for the result, and for readers that take what
+        # arrives.
         moved = [source for source in dict.fromkeys(node.all_input_nodes) if notes(source).precision.output is current]
         takers = [user for user in node.users if not is_inserted(user) and not _wants_other(user, other)]
         moved += [node] * (
@@ -102,6 +105,7 @@ class Alternatives:
         if self._costs is None or elements(node) is None:
             return None
         costs = self._of_graph(node.graph, self._costs)
+        # A price in words says why the device has no figure for this op.
         price = costs.price(site_of(node, self._context)) if notes(node).precision.rule is Rule.LOW else None
         if isinstance(price, str):
             return None
@@ -119,12 +123,13 @@ class Alternatives:
 
 @contextlib.contextmanager
 def sized(nodes: Mapping[tuple[int, str], Node], sizes: Mapping[tuple[int, str], Any]) -> Iterator[None]:
-    """Within, nodes know the sizes that they had in a run; those of weights they know themselves.
+    """Give nodes the sizes that they had in a run while the context lasts; weights know their own.
 
     Args:
         nodes: (position of the graph, name) -> node.
-        sizes: as of ``Recorder``, of these.
+        sizes: as of ``OpRecorder``, of these.
     """
+    # Users see the same nodes: their metadata is put back, whatever happens within.
     before = {node: dict(node.meta) for node in nodes.values()}
     for key, node in nodes.items():
         weight = node.all_input_nodes[0] if is_shadow(node) else node
@@ -146,13 +151,14 @@ def _without_memory(size: Size | None) -> Tensor | None:
 
 
 def _casts(node: Node, current: torch.dtype, other: torch.dtype) -> tuple[list[Node], list[Node]]:
-    """The values that would have to be cast, and the casts that would not be needed."""
+    """Return the values that would have to be cast, and the casts that would not be needed."""
     more, fewer = [], []
     for source in dict.fromkeys(node.all_input_nodes):
         value = _uncast(source)
         made, read = notes(value).precision.output, notes(source).precision.output
         if read is not current:  # a port that takes another dtype
             continue
+        # A cast that others read stays; a value that somebody already casts to the other dtype needs no second cast.
         if source is not value and made is other:
             fewer += [source] if len(source.users) == 1 else []
         elif not any(is_inserted(user) and notes(user).precision.output is other for user in value.users):
@@ -165,7 +171,7 @@ def _casts(node: Node, current: torch.dtype, other: torch.dtype) -> tuple[list[N
 
 
 def _wants_other(user: Node, made: torch.dtype) -> bool:
-    """Whether a reader wants another dtype than is made: some take what arrives."""
+    """Return whether a reader takes another dtype than is made; ops that follow take what arrives."""
     reads = notes(user).precision.reads
     if isinstance(reads, torch.dtype):
         return reads is not made

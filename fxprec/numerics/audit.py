@@ -1,4 +1,4 @@
-"""The error ledger: which op costs how much of the error of a loss, of outputs, or of gradients."""
+"""Audit the error of a loss, of outputs or of gradients: a ledger with each op's part in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxprec.model.module import conversion_of
 from fxprec.numerics.alternatives import Alternatives, sized
 from fxprec.numerics.births import Swallow
 from fxprec.numerics.kept import kept
-from fxprec.numerics.ledger import GradientError, Ledger, Part, Row, Sample, ordered
+from fxprec.numerics.ledger import GradientError, Ledger, OpPart, Row, Sample, ordered
 from fxprec.numerics.own_way import OwnWay, own_way
 from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
 from fxprec.numerics.routes import Routes
@@ -27,11 +27,11 @@ from fxprec.numerics.savings import MEASURED, with_savings
 from fxprec.numerics.swallowed import compared
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
-from fxprec.tape.adjoint import Term, measured, terms
-from fxprec.tape.memory import Place, difference
+from fxprec.tape.adjoint import ErrorTerm, measured, terms
+from fxprec.tape.memory import TensorPlace, difference
 from fxprec.tape.opened import opened
-from fxprec.tape.origin import Origin
-from fxprec.tape.recorder import Decision, Recorder, record
+from fxprec.tape.origin import OpOrigin
+from fxprec.tape.recorder import Decision, OpRecorder, record
 from fxprec.tape.vjp import inner
 
 #: Of the error: what stands in a bend for want of a derivative and is less is not remarked on.
@@ -43,12 +43,12 @@ _SHOWN_DECISIONS: Final = 3
 
 
 class NotFiniteError(ValueError):
-    """An error that cannot be explained op by op: inf or nan."""
+    """The error cannot be explained op by op, since it is inf or nan."""
 
 
 @dataclass
-class Reads:
-    """What each input of a node would add to the error, were it rounded for that node alone.
+class InputErrors:
+    """Errors that rounding an input of one node, for that node alone, would add to the target.
 
     Attributes:
         dtype: the low one.
@@ -59,8 +59,8 @@ class Reads:
     dtype: torch.dtype
     batches: list[dict[tuple[int, str, int], float]] = field(default_factory=list)
 
-    def noted(self, terms: Iterable[Term]) -> Iterator[Term]:
-        """The terms of one batch, noted as they pass by."""
+    def noted(self, terms: Iterable[ErrorTerm]) -> Iterator[ErrorTerm]:
+        """Yield the terms of one batch, and add up their inputs' parts as they pass by."""
         own: dict[tuple[int, str, int], float] = defaultdict(float)
         self.batches.append(own)
         for term in terms:
@@ -130,7 +130,7 @@ def audit(
         raise ValueError(f"savings is a number of overrides, not {savings}")
     with torch.set_grad_enabled(gradients or torch.is_grad_enabled()):
         given = problem.batches(batches)
-        again = [*given] if savings else []  # what is measured runs them once more
+        again = [*given] if savings else []  # savings run the batches once more
         ledger = ledger_of(problem, again or given, gradients, reference, routes=routes)
         if savings:
 
@@ -147,11 +147,11 @@ def ledger_of(
     gradients: bool = False,
     reference: torch.dtype | None = None,
     opened: bool = False,
-    reads: Reads | None = None,
+    reads: InputErrors | None = None,
     signs: bool = False,
     routes: bool = False,
 ) -> Ledger:
-    """As ``audit``, of batches that were checked.
+    """Audit batches that were checked, as ``audit`` does.
 
     Args:
         opened: fused regions run op by op, with a row an op.
@@ -166,11 +166,13 @@ def ledger_of(
     if reference is None:
         reference = torch.float64 if settings.device == "cpu" else torch.float32
     wants = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in problem.model.parameters())
-    books = _Books(Alternatives(settings, wants))
+    builder = _LedgerBuilder(Alternatives(settings, wants))
     for batch in batches:
         run = functools.partial(_run, problem, batch, gradients)
         own: OwnWay | None = None
         done = asked = False
+        # A run that captured graphs is no record: it is repeated. One in which Python read numbers may go another way
+        # in the reference: that way is run first, then the run is recorded again.
         while not done:
             with kept(problem.model):
                 recorded = record(problem.model, run, reference, opened, None if reads is None else reads.dtype)
@@ -178,16 +180,17 @@ def ledger_of(
                     continue
                 done = asked or not recorded[0].decisions
                 if done:
-                    _audit_run(problem.model, *recorded, own, gradients, books, reads, signs)
+                    _audit_run(problem.model, *recorded, own, gradients, builder, reads, signs)
             if not done:
                 own, asked = own_way(problem.model, run, reference), True
             del recorded
         if routes:
-            books.routes.add(problem.model, functools.partial(problem.run, batch), reference)
-        if books.overflown:
-            books.note_swallowed(compared(problem.model, run)[0].first_swallowed)
+            builder.routes.add(problem.model, functools.partial(problem.run, batch), reference)
+        # Where the run overflowed, another run tells which op made that finite again: its bend has the damage.
+        if builder.overflown:
+            builder.note_swallowed(compared(problem.model, run)[0].first_swallowed)
     graphs = [captured.gm for captured in conversion.captured]
-    return books.ledger("gradients" if gradients else books.target, graphs)
+    return builder.ledger("gradients" if gradients else builder.target, graphs)
 
 
 def _run(problem: Problem, batch: Batch, gradients: bool) -> Tensor | list[Tensor]:
@@ -203,47 +206,49 @@ def _run(problem: Problem, batch: Batch, gradients: bool) -> Tensor | list[Tenso
 
 def _audit_run(
     model: nn.Module,
-    recorder: Recorder,
+    recorder: OpRecorder,
     value: Tensor | list[Tensor],
     own: OwnWay | None,
     gradients: bool,
-    books: _Books,
-    reads: Reads | None,
+    builder: _LedgerBuilder,
+    reads: InputErrors | None,
     signs: bool,
 ) -> None:
-    """Explain the error of a run that was recorded; ``own``: what the reference gives by its own numbers, if others."""
+    """Add the error of a recorded run to the ledger; ``own`` has the reference's own results, if they are others."""
     memory = recorder.memory
     places = [memory.place(each.detach()) for each in (value if isinstance(value, list) else [value])]
     fits = own is not None and [tuple(each.shape) for each in own.values] == [place.size for place in places]
     if own is not None and not fits:
-        books.remark(f"not comparable with the reference, which gives other shapes: {recorder.decisions[0]}")
+        builder.remark(f"not comparable with the reference, which gives other shapes: {recorder.decisions[0]}")
     apart = _Apart(recorder, places, own.values if own is not None and fits else ())
     low = exact = None
     if isinstance(value, Tensor):
         low, exact = float(memory.low(places[0])), float(apart.exact(0))
         targets = [(places[0], torch.ones_like(memory.exact(places[0])))]
     else:
-        books.target = "outputs"
-        targets = _along_signs(recorder, places, books.count) if signs else apart.along_error()
+        builder.target = "outputs"
+        targets = _along_signs(recorder, places, builder.count) if signs else apart.along_error()
+    # Parameters that the reference's own way reaches and the run does not count in full: their gradient in the run is
+    # 0.
     if gradients:
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         places = [memory.place(gradient.detach()) for gradient in found.values()]
         others = dict(own.gradients) if own is not None and fits else {}
         paired = [others.pop(name, torch.zeros_like(memory.exact(p))) for name, p in zip(found, places, strict=True)]
         apart = _Apart(recorder, places, paired if own is not None and fits else (), [*others.values()])
-        books.note_gradients([*found], apart)
+        builder.note_gradients([*found], apart)
         targets = apart.along_error()
     _check_finite(recorder, places)
     by_python = apart.part_in(targets)
     error = measured(recorder, targets) + by_python
-    books.note_decisions(recorder, own, by_python)
+    builder.note_decisions(recorder, own, by_python)
     del value
     passing = terms(recorder, targets)
-    books.add(recorder, passing if reads is None else reads.noted(passing), low, exact, error, by_python)
+    builder.add(recorder, passing if reads is None else reads.noted(passing), low, exact, error, by_python)
 
 
 class _Apart:
-    """Values of a run beside those of the reference's own way, which may be others than those beside the run.
+    """Values of a run beside those of the reference's own way, which may differ from those computed beside the run.
 
     Args:
         recorder: of the run.
@@ -253,30 +258,30 @@ class _Apart:
     """
 
     def __init__(
-        self, recorder: Recorder, places: Sequence[Place], own: Sequence[Tensor], more: Sequence[Tensor] = ()
+        self, recorder: OpRecorder, places: Sequence[TensorPlace], own: Sequence[Tensor], more: Sequence[Tensor] = ()
     ) -> None:
         self._memory, self.places, self._own = recorder.memory, places, own
         self._more = sum(float(each.square().sum()) for each in more)
 
     def exact(self, number: int) -> Tensor:
-        """The reference's value."""
+        """Return the reference's value."""
         return self._own[number] if self._own else self._memory.exact(self.places[number])
 
     def errors(self) -> list[Tensor]:
-        """The run's values less the reference's."""
+        """Return the run's values less the reference's."""
         if not self._own:
             return [self._memory.error(place) for place in self.places]
         lows = [self._memory.low(place) for place in self.places]
         return [difference(low.to(own.dtype), own) for low, own in zip(lows, self._own, strict=True)]
 
-    def along_error(self) -> list[tuple[Place, Tensor]]:
-        """Weights for the values' errors: their direction, in which the error is its length."""
+    def along_error(self) -> list[tuple[TensorPlace, Tensor]]:
+        """Return weights for the values' errors along their own direction, in which the error is its length."""
         errors = self.errors()
         length = self._length(errors)
         return [(place, error / length if length else error) for place, error in zip(self.places, errors, strict=True)]
 
-    def part_in(self, targets: Sequence[tuple[Place, Tensor]]) -> float:
-        """What of a target's error comes of the numbers that Python read; 0 where it read the reference's."""
+    def part_in(self, targets: Sequence[tuple[TensorPlace, Tensor]]) -> float:
+        """Return the part of a target's error that comes of numbers that Python read; 0 where both read the same."""
         if not self._own:
             return 0.0
         pairs = zip(targets, self._own, strict=True)
@@ -287,7 +292,7 @@ class _Apart:
         return math.sqrt(sum(float(error.square().sum()) for error in errors) + self._more)
 
 
-def _check_finite(recorder: Recorder, places: Iterable[Place]) -> None:
+def _check_finite(recorder: OpRecorder, places: Iterable[TensorPlace]) -> None:
     """Check that values may be compared; the same inf in both may stand, as in a mask.
 
     Raises:
@@ -303,8 +308,8 @@ def _check_finite(recorder: Recorder, places: Iterable[Place]) -> None:
             )
 
 
-def _along_signs(recorder: Recorder, places: list[Place], seed: int) -> list[tuple[Place, Tensor]]:
-    """Weights for the values' errors: 1 and -1, drawn from a seed, in which no global random number has a part."""
+def _along_signs(recorder: OpRecorder, places: list[TensorPlace], seed: int) -> list[tuple[TensorPlace, Tensor]]:
+    """Return random signs as weights for the values' errors, drawn from a seed, not the global generator."""
     dtype, generator = recorder.memory.reference, torch.Generator().manual_seed(seed)
     drawn = [
         torch.randint(2, place.size, generator=generator).to(recorder.memory.low(place).device) for place in places
@@ -314,9 +319,9 @@ def _along_signs(recorder: Recorder, places: list[Place], seed: int) -> list[tup
 
 @dataclass
 class _Entry:
-    """What is known of one row, summed over batches."""
+    """Sums of one row over batches."""
 
-    origin: Origin
+    origin: OpOrigin
     rounding: float = 0.0
     bend: float = 0.0
     squares: float = 0.0
@@ -325,13 +330,13 @@ class _Entry:
     parts: dict[str, list[float]] = field(default_factory=dict)
 
 
-class _Books:
-    """The rows while batches come in."""
+class _LedgerBuilder:
+    """Ledger in the making: rows that grow while batches come in."""
 
     def __init__(self, alternatives: Alternatives) -> None:
         self._alternatives = alternatives
         self.target: Literal["loss", "outputs"] = "loss"
-        self._entries: dict[Origin, _Entry] = {}
+        self._entries: dict[OpOrigin, _Entry] = {}
         self._samples: list[Sample] = []
         self._errors: dict[str, list[float]] = {}
         self._remarks: dict[str, None] = {}
@@ -344,22 +349,22 @@ class _Books:
 
     @property
     def count(self) -> int:
-        """Of the batches that were added."""
+        """Number of batches that were added."""
         return len(self._samples)
 
     def add(
         self,
-        recorder: Recorder,
-        terms: Iterable[Term],
+        recorder: OpRecorder,
+        terms: Iterable[ErrorTerm],
         low: float | None,
         exact: float | None,
         error: float,
         by_python: float = 0.0,
     ) -> None:
-        """One batch; ``by_python``: the part of the error that comes of numbers that Python read."""
+        """Add one batch; ``by_python``: the part of the error that comes of numbers that Python read."""
         self._sizes |= recorder.sizes
         self.overflown = bool(recorder.overflown)
-        own: dict[Origin, float] = {}
+        own: dict[OpOrigin, float] = {}
         explained = by_python
         for term in terms:
             operation = term.operation
@@ -368,6 +373,8 @@ class _Books:
             entry.bend += term.bend
             entry.lost += term.lost
             entry.size += term.size
+            # A fused region is one operation of the run: ``opened`` splits its rounding among the ops within, which are
+            # told apart by name.
             parts = opened(term, recorder.memory) or {operation.name: term.rounding}
             for name, rounding in parts.items():
                 entry.parts.setdefault(name, [0.0, 0.0])[0] += rounding
@@ -379,6 +386,7 @@ class _Books:
                 lacking.append(abs(part))
             if operation.why_inexact:
                 self._remarks[f"the reference runs {operation.why_inexact}: in the dtypes of the run"] = None
+        # Roundings of different batches are as good as independent: their squares add up, they do not.
         for origin, rounding in own.items():
             self._entries[origin].squares += rounding**2
         for name in sorted(recorder.skipped):
@@ -398,18 +406,18 @@ class _Books:
             )
 
     def note_gradients(self, names: Sequence[str], apart: _Apart) -> None:
-        """The error of each parameter's gradient."""
+        """Add the error of each parameter's gradient."""
         for number, (name, error) in enumerate(zip(names, apart.errors(), strict=True)):
             sums = self._errors.setdefault(name, [0.0, 0.0])
             sums[0] += float(error.square().sum())
             sums[1] += float(apart.exact(number).square().sum())
 
     def remark(self, text: str) -> None:
-        """Say something once."""
+        """Add a remark, once however often it comes."""
         self._remarks[text] = None
 
-    def note_decisions(self, recorder: Recorder, own: OwnWay | None, by_python: float) -> None:
-        """Tell what Python read otherwise than the reference would have, where anything comes of that."""
+    def note_decisions(self, recorder: OpRecorder, own: OwnWay | None, by_python: float) -> None:
+        """Remark on what Python read otherwise than the reference would have, where anything comes of that."""
         if not recorder.decisions:
             return
         way = None if own is None else own.parts_at(recorder)
@@ -426,16 +434,17 @@ class _Books:
         if way is not None:
             self.remark(f"the reference goes another way than the run from {way} on")
         lines = ", ".join(dict.fromkeys(decision.source for decision in recorder.decisions))
-        origin = Origin("outside", _PYTHON, source=lines)
+        origin = OpOrigin("outside", _PYTHON, source=lines)
         self._entries.setdefault(origin, _Entry(origin)).bend += by_python
 
     def ledger(self, target: Literal["loss", "outputs", "gradients"], graphs: Sequence[GraphModule]) -> Ledger:
-        """All of it; ``graphs``: those that users see, of which another rule would make others."""
+        """Return the ledger; ``graphs``: those that users see, whose alternatives are priced."""
         total = sum(entry.squares for entry in self._entries.values())
         nodes = {(number, place.name): place.node for number, gm in enumerate(graphs) for place in places(number, gm)}
         with sized(nodes, self._sizes):
             rows = [_row(entry, total, self._alternatives, nodes) for entry in self._entries.values()]
         samples = tuple(self._samples)
+        # A missing derivative is worth a remark only where errors of some size meet it.
         least = _NOTABLE * sum(abs(sample.measured) for sample in samples)
         lacking = (
             f"{what}: errors that came in there are its bend, {sum(parts) / len(samples):.1e} a batch"
@@ -466,7 +475,7 @@ def _row(entry: _Entry, total: float, alternatives: Alternatives, nodes: Mapping
         precision = notes(node).precision
         module, op, why, source = module_path(node), op_name(node), precision.why, source_line(node)
         compute = dtype_name(precision.compute) if precision.compute is not None else ""
-    parts = [Part(name, *sums) for name, sums in entry.parts.items()]
+    parts = [OpPart(name, *sums) for name, sums in entry.parts.items()]
     place = nodes.get((origin.graph, origin.name), node)
     return Row(
         origin.name, origin.kind, origin.graph, origin.backward, module, op, compute, source, why, entry.rounding,

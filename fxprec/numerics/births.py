@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from fxprec.numerics.kept import kept
 from fxprec.tape.attribution import Attribution, observe, written_by
 from fxprec.tape.exact_ops import draws
-from fxprec.tape.memory import Memory, Place
+from fxprec.tape.memory import Memory, TensorPlace
 from fxprec.tape.nodes import NodeOf
 from fxprec.tape.operation import Operation
-from fxprec.tape.origin import Origin
+from fxprec.tape.origin import OpOrigin
 from fxprec.torch_internals import storage_key, tree_flatten, tree_leaves, tree_unflatten
 
 R = TypeVar("R")
@@ -32,7 +32,7 @@ Kind = Literal["overflow", "invalid", "underflow", "came in", "meant"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What was there before the run: an input, a weight, a constant.
+    """Origin of a value that was there before the run: an input, a weight, a constant.
 
     Attributes:
         phase: "input", "weight" or "buffer"; "loss": the gradients that the backward began with.
@@ -67,14 +67,14 @@ class Swallow:
     """
 
     birth: Birth
-    origin: Origin
+    origin: OpOrigin
     name: str
     example: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Birth:
-    """Where a value that is not as it should be came to be.
+    """Place where a value came to be that is not finite, or was flushed to 0.
 
     Attributes:
         number: how many ops ran before it.
@@ -94,7 +94,7 @@ class Birth:
     """
 
     number: int
-    origin: Origin
+    origin: OpOrigin
     op: str
     kind: Kind
     dtype: torch.dtype
@@ -109,7 +109,7 @@ class Birth:
 
 
 class Births(Attribution):
-    """While it is on: births of what is not finite, by storage.
+    """Dispatch mode that follows values that are not finite back to the op that made them, by storage.
 
     Args:
         sources: what is there before the run.
@@ -137,38 +137,40 @@ class Births(Attribution):
 
     @property
     def first_swallowed(self) -> Swallow | None:
-        """That of the first birth; None: nothing was swallowed."""
+        """Swallowed value with the earliest birth; None where nothing was swallowed."""
         return min(self.swallowed, key=lambda each: each.birth.number, default=None)
 
     def birth(self, tensor: Tensor) -> Birth | None:
-        """Of what is not finite in a tensor; None: all is, or it is meant to be inf."""
+        """Return the birth of what is not finite in a tensor; None where all is finite or meant to be inf."""
         if not _is_float(tensor) or _is_finite(tensor):
             return None
         found = self._birth_in(tensor)
         return None if found.kind == "meant" and not bool(tensor.isnan().any()) else found
 
     def flush(self, tensor: Tensor) -> Birth | None:
-        """Where values of a tensor became 0; None: nowhere, or nobody followed them."""
+        """Return where values of a tensor became 0; None where they did not, or nobody followed them."""
         return (self._flushed or {}).get(storage_key(tensor))
 
     def begin(self, shadows: Mapping[str, Tensor]) -> None:
-        """Low copies of weights come in with them, wherever they were made."""
+        """Register low copies of weights as sources, wherever they were made."""
         for path, shadow in shadows.items():
             key = storage_key(shadow)
             self._sources[key] = Source("weight", path, self._weights[path].detach())
+            # A shadow may be refreshed in the same storage: what was known of its old values does not hold.
             self._births.pop(key, None)
 
     def look(self, node: NodeOf, run: Any) -> Any:
-        """As of all: and constants of a graph come in."""
+        """Run a node, and register constants of the graph as sources."""
         result = super().look(node, run)
         if node.node.op == "get_attr" and _is_float(result):
             self._sources.setdefault(storage_key(result), Source("buffer", str(node.node.target)))
         return result
 
-    def op(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
-        """Run it, and hand births on."""
+    def op(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: OpOrigin) -> Any:
+        """Run an op, and hand births on from what it read to what it wrote."""
         leaves, spec = tree_flatten((args, kwargs))
         written = written_by(function, args, kwargs)
+        # Inputs that the op overwrites are copied: what it read is looked at after it ran.
         given = [leaf.clone() if id(leaf) in written and _is_float(leaf) else leaf for leaf in leaves]
         before = {storage_key(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided}
         inherited = self._inherited(leaves, written, given)
@@ -179,7 +181,8 @@ class Births(Attribution):
             *(result for result in tree_leaves(output) if _is_float(result)),
             *(leaf for leaf in leaves if _is_float(leaf) and id(leaf) in written),
         ]
-        call = Call(function, leaves, given, spec, origin, self._count, written, output)
+        call = OpCall(function, leaves, given, spec, origin, self._count, written, output)
+        # A view of an input is no new value. An in-place write is one, in an old storage.
         made = [result for result in results if storage_key(result) not in before or id(result) in written]
         self.wrote(call, made)
         for result in made:
@@ -189,7 +192,9 @@ class Births(Attribution):
             if key in self._blank and key not in before:
                 self._births.pop(key, None)
             elif not _is_finite(result):
-                self._births[key] = self.born(call, result, inherited)
+                self._births[key] = self.birth_of(call, result, inherited)
+            # A finite write to a part of a storage says nothing of the rest; only a write to all of it clears the
+            # birth.
             elif key not in before or result.numel() * result.element_size() == result.untyped_storage().nbytes():
                 self._births.pop(key, None)
         if inherited and call.ends(inherited, made, results):
@@ -198,12 +203,12 @@ class Births(Attribution):
             self._follow_zeros(call, made, self._flushed)
         return output
 
-    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
-        """Run an op and give what it gives."""
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: OpOrigin) -> Any:
+        """Run an op; subclasses run it in more than one dtype."""
         return function(*args, **kwargs)
 
-    def wrote(self, call: Call, made: Sequence[Tensor]) -> None:
-        """Look at what an op wrote, before anything is said of it."""
+    def wrote(self, call: OpCall, made: Sequence[Tensor]) -> None:
+        """Look at what an op wrote before it is judged; for subclasses."""
 
     def counts(self, birth: Birth) -> bool:
         """Tell whether a birth may be a fault where an op swallowed what came of it."""
@@ -213,20 +218,22 @@ class Births(Attribution):
         """Tell whether an op that chooses among elements may have chosen others than it should."""
         return True
 
-    def example(self, call: Call, read: Sequence[Tensor], made: Sequence[Tensor]) -> str:
+    def example(self, call: OpCall, read: Sequence[Tensor], made: Sequence[Tensor]) -> str:
         """Show what an op made of what it ``read`` that is not finite; "" where there is nothing to compare with."""
         return ""
 
-    def _swallow(self, call: Call, inherited: Sequence[tuple[Tensor, Birth]], made: Sequence[Tensor]) -> None:
+    def _swallow(self, call: OpCall, inherited: Sequence[tuple[Tensor, Birth]], made: Sequence[Tensor]) -> None:
         """Note the first birth among those that the op made finite values of."""
         if "_like" in call.name or "::new_" in call.name:  # which read a shape alone
             return
         read = [birth for value, birth in inherited if not call.overwrites(value)]
         births = [birth for birth in read if self.counts(birth)]
+        # A clamp to the dtype's range is the model's own cure for an overflow, and so is its derivative's mask.
         if "clamp" in call.name and any(map(_saturates, made)):  # to the range of the dtype: that is meant
             self._clamped.update(map(id, births))
         if "clamp" in call.name or call.origin.backward:
             births = [birth for birth in births if id(birth) not in self._clamped]
+        # Of ops that choose among elements, only an overflow may have misled them: a nan may stand where nobody chose.
         if call.name in _SELECTS:
             births = [birth for birth in births if birth.kind == "overflow"] if self.differs(made) else []
         if births:
@@ -236,7 +243,7 @@ class Births(Attribution):
             self.swallowed.append(Swallow(first, call.origin, name, self.example(call, values, made)))
 
     def _inherited(self, leaves: Sequence[Any], written: set[int], given: Sequence[Any]) -> list[tuple[Tensor, Birth]]:
-        """The inputs that are not finite, and their births; only of those with one, or that nobody has seen."""
+        """Return the inputs that are not finite with their births; uninitialized memory apart, which nobody reads."""
         found = []
         for leaf, value in zip(leaves, given, strict=True):
             key = storage_key(leaf) if _is_float(leaf) else 0
@@ -252,8 +259,9 @@ class Births(Attribution):
         return self._births[key]
 
     def came_in(self, tensor: Tensor, source: Source) -> Birth:
+        """Return the birth of a value that no op made; for a low copy of a finite weight, the overflow of its cast."""
         bad = ~tensor.isfinite()
-        origin = Origin("weight" if source.phase == "weight" else "outside", source.name)
+        origin = OpOrigin("weight" if source.phase == "weight" else "outside", source.name)
         birth = Birth(
             self._count, origin, "", "came in", tensor.dtype, math.nan, "", _share(bad), source, index=first_of(bad)
         )
@@ -262,8 +270,8 @@ class Births(Attribution):
             return replace(birth, kind="overflow", op="aten::_to_copy", magnitude=float(master.detach().abs().max()))
         return birth
 
-    def born(self, call: Call, result: Tensor, inherited: Sequence[tuple[Tensor, Birth]]) -> Birth:
-        """The birth of what is not finite in a result."""
+    def birth_of(self, call: OpCall, result: Tensor, inherited: Sequence[tuple[Tensor, Birth]]) -> Birth:
+        """Return the birth of what is not finite in a result: an inherited one where an input explains it."""
         with_nan = [birth for value, birth in inherited if bool(value.isnan().any())]
         births = with_nan or [birth for _, birth in inherited]
         makes_nan = bool(result.isnan().any())
@@ -275,16 +283,19 @@ class Births(Attribution):
         if makes_nan and normalizes and as_mask:
             birth = call.birth(result, self._flushed)
             return replace(birth, masked=birth.kind == "invalid" and bool(inherited or call.reads_a_mask))
+        # An inherited fault outranks the op that runs: it only passes on what came in. The earliest one began it.
         faults = [birth for birth in births if birth.kind != "meant"]
         if faults:
             return min(faults, key=lambda birth: birth.number)
+        # inf may come of a mask's inf; nan does not: then the op itself is at fault.
         if births and not makes_nan:
             return births[0]
         if not births and call.names_infinity and not makes_nan:
             return replace(call.birth(result, None), kind="meant")
         return call.birth(result, self._flushed)
 
-    def _follow_zeros(self, call: Call, made: Sequence[Tensor], flushed: dict[int, Birth]) -> None:
+    def _follow_zeros(self, call: OpCall, made: Sequence[Tensor], flushed: dict[int, Birth]) -> None:
+        # A zero is inherited where an input's values were lost; it is the op's own where float64 has another value.
         known = [flushed[key] for key in call.storages if key in flushed]
         for result in made:
             key = storage_key(result)
@@ -297,8 +308,8 @@ class Births(Attribution):
                 flushed.pop(key, None)
 
 
-class Call:
-    """One op that ran.
+class OpCall:
+    """Call of one op, with its arguments as they were before it.
 
     Args:
         leaves: of its arguments. given: the same, with copies of what it wrote to, as it was.
@@ -306,7 +317,7 @@ class Call:
     """
 
     def __init__(
-        self, function: Any, leaves: Sequence[Any], given: Sequence[Any], spec: Any, origin: Origin, number: int,
+        self, function: Any, leaves: Sequence[Any], given: Sequence[Any], spec: Any, origin: OpOrigin, number: int,
         written: set[int], output: Any,
     ) -> None:  # fmt: skip
         self.function, self.given, self.spec, self.origin, self.number = function, given, spec, origin, number
@@ -344,8 +355,10 @@ class Call:
         return unread and any(value is each for each in written)
 
     def birth(self, result: Tensor, flushed: Mapping[int, Birth] | None, bad: Tensor | None = None) -> Birth:
-        """Of what is not finite in the result; ``bad``: of these elements alone."""
+        """Return the birth of what is not finite in the result; ``bad``: of these elements alone."""
         bad = ~result.isfinite() if bad is None else bad
+        # Finite in float64 means that range is all that lacks; not even finite there means that the op has no such
+        # value.
         wide = self.wide(result)
         grows = self.name.startswith(("aten::exp", "aten::sinh", "aten::cosh"))  # beyond float64, and has no pole
         beyond = None if wide is None else bad & (wide.isfinite() | (wide.isinf() & grows))
@@ -358,7 +371,7 @@ class Call:
         )  # fmt: skip
 
     def flush(self, result: Tensor) -> Birth | None:
-        """Where the op itself gives 0 for what is none in float64; None: nowhere."""
+        """Return where the op itself gives 0 for a value that is none in float64; None where it does not."""
         wide = self.wide(result)
         if wide is None:
             return None
@@ -372,7 +385,7 @@ class Call:
         )  # fmt: skip
 
     def wide(self, result: Tensor) -> Tensor | None:
-        """The result in float64, of the same inputs; None: there is none."""
+        """Return the result in float64, of the same inputs; None where it cannot be computed."""
         if self._found is None:
             self._found = self._run()
         for own, wide in zip([*self._results, *(self.leaves[n] for n in self._written)], self._found, strict=False):
@@ -381,6 +394,7 @@ class Call:
         return None
 
     def _run(self) -> list[Any]:
+        # Another draw of random numbers would not be comparable.
         if draws(self.function, *tree_unflatten([*self.given], self.spec)):
             return []
         memory = Memory(torch.float64)
@@ -391,7 +405,7 @@ class Call:
         fresh = tuple(range(len(self._results)))
         operation = Operation(self.function, places, self.spec, fresh, self._written, outputs, (), self.origin)
 
-        def read(place: Place, written: bool) -> Tensor:
+        def read(place: TensorPlace, written: bool) -> Tensor:
             value = memory.low(place)
             return value.to(memory.exact(place).dtype, copy=True) if place.is_float else value.clone()
 
@@ -402,7 +416,7 @@ class Call:
             return []
 
     def _example(self, result: Tensor, bad: Tensor) -> str:
-        """``div(0, 0) = nan``: of an elementwise op."""
+        """Show an elementwise op on the numbers of its first bad element: ``div(0, 0) = nan``; "" for other ops."""
         if torch.Tag.pointwise not in self.function.tags:
             return ""
         index = first_of(bad)
@@ -421,7 +435,7 @@ class Call:
 
 
 def observed(model: nn.Module, run: Callable[[], R], make: Callable[[dict[str, nn.Parameter]], B]) -> tuple[B, R]:
-    """Run something on a converted model under births, until it captured nothing; they are made of the weights."""
+    """Run something on a converted model and follow its values, again until it captures no graph."""
     while True:
         births = make(dict(model.named_parameters(remove_duplicate=False)))
         with kept(model):
@@ -445,7 +459,7 @@ def _is_float(value: object) -> bool:
 
 
 def _saturates(clamped: Tensor) -> bool:
-    """Whether the largest values that a clamp left are as large as a dtype has them."""
+    """Return whether the largest values that a clamp left are as large as float16's largest number."""
     limit = torch.finfo(torch.float16).max
     return _is_finite(clamped) and clamped.numel() > 0 and float(clamped.abs().max()) >= limit
 
@@ -455,12 +469,12 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _is_mask(tensor: Tensor) -> bool:
-    """Whether all that is not finite in it is -inf."""
+    """Return whether all that is not finite in a tensor is -inf."""
     return not bool((tensor.isnan() | (tensor == torch.inf)).any())
 
 
 def first_of(bad: Tensor) -> tuple[int, ...]:
-    """The index of the first element that is so; () where none is."""
+    """Return the index of the first element that is set; () where none is."""
     places = bad.nonzero()
     return tuple(int(each) for each in places[0]) if len(places) else ()
 

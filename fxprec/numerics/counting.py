@@ -14,13 +14,13 @@ from fxprec.numerics.magnitudes import Tally, all_finite, as_floats, can_count
 from fxprec.scaling.gradients import local
 from fxprec.tape.attribution import Attribution, written_by
 from fxprec.tape.nodes import NodeOf
-from fxprec.tape.origin import Origin
+from fxprec.tape.origin import OpOrigin
 from fxprec.torch_internals import aten_foreach_copy_, aten_to_copy, current_autograd_node, storage_key, tree_leaves
 
 
 @dataclass(slots=True)
 class _Node:
-    """A node while it runs.
+    """State of a node while it runs.
 
     Attributes:
         made: storages that its ops made or wrote to.
@@ -34,15 +34,16 @@ class _Node:
 
     @property
     def sound(self) -> Tensor | None:
-        """Whether all that came in is finite; None: it is not."""
+        """Flag on the device, true if all that came in is finite; None where something was infinite by intent."""
         if self.infinite or not self.inputs:
             return None
+        # Flags of several devices meet on an accelerator: moving them to the CPU would wait for it.
         device = next((each.device for each in self.inputs if each.device.type != "cpu"), self.inputs[0].device)
         return torch.stack([each.to(device) for each in self.inputs]).all()
 
 
 class Counting(Attribution):
-    """While it is on: tallies of values, by whom they belong to and by dtype.
+    """Dispatch mode that counts magnitudes of values, by the op or weight they belong to and by dtype.
 
     A node's value is counted as the node gives it. A view of what is there already has none of its own, nor has memory
     that was made and not written. In the backward, and outside of the graphs, every op's result is counted.
@@ -58,7 +59,7 @@ class Counting(Attribution):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._paths = {storage_key(parameter): path for path, parameter in model.named_parameters()}
-        self.tallies: dict[tuple[Origin, torch.dtype], Tally] = {}
+        self.tallies: dict[tuple[OpOrigin, torch.dtype], Tally] = {}
         self.skipped: set[str] = set()
         self._running: list[_Node] = []
         self._own = False
@@ -73,11 +74,12 @@ class Counting(Attribution):
                 self.tallies[key] = tally
         self.skipped |= other.skipped
 
-    def count(self, origin: Origin, values: Tensor, sound: Tensor | None = None) -> None:
+    def count(self, origin: OpOrigin, values: Tensor, sound: Tensor | None = None) -> None:
         """Count values that belong to somebody; ``sound``: as of ``Tally.add``."""
         values = as_floats(values.detach())
         if values.numel() == 0:
             return
+        # Counting runs ops itself: they are not counted.
         self._own = True
         try:
             with torch.no_grad():
@@ -94,26 +96,27 @@ class Counting(Attribution):
         if gradient.layout is torch.sparse_coo:
             gradient = gradient.coalesce().values()
         if can_count(gradient):
-            self.count(Origin("weight", path, backward=True), gradient)
+            self.count(OpOrigin("weight", path, backward=True), gradient)
         else:
             self.skipped.add(f"the gradient of {path}")
 
     def begin(self, shadows: Mapping[str, Tensor]) -> None:
-        """The low copies of weights are values too, each once."""
+        """Count the low copies of weights, each once."""
         for path, shadow in shadows.items():
             self._weight(path, shadow)
 
     def look(self, node: NodeOf, run: Callable[[], Any]) -> Any:
-        """As of all: and what the node gives is counted, except where a checkpoint computes it a second time."""
+        """Run a node and count what it gives, except where a checkpoint computes it a second time."""
         self._running.append(_Node())
         try:
             result = super().look(node, run)
         finally:
             own = self._running.pop()
+        # With gradients on within a backward, a checkpoint recomputes its forward: those values were counted already.
         inside = current_autograd_node()
         if inside is not None and torch.is_grad_enabled():
             return result
-        origin = Origin("node", node.name, node.graph, backward=inside is not None, node=node.node)
+        origin = OpOrigin("node", node.name, node.graph, backward=inside is not None, node=node.node)
         made = [each for each in tree_leaves(result) if can_count(each) and storage_key(each) in own.made]
         sound = own.sound if made else None
         for each in made:
@@ -123,10 +126,10 @@ class Counting(Attribution):
     def _weight(self, path: str, low: Tensor) -> None:
         if path not in self._weights and can_count(low):
             self._weights.add(path)
-            self.count(Origin("weight", path), low)
+            self.count(OpOrigin("weight", path), low)
 
-    def op(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
-        """Run it, and count or note what it makes."""
+    def op(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: OpOrigin) -> Any:
+        """Run an op, and count or note what it makes."""
         if self._own or function is aten_foreach_copy_:  # shadows that are written again: ``begin`` counts those read
             return function(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
@@ -143,10 +146,12 @@ class Counting(Attribution):
         results = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
         if any(each.is_floating_point() and not can_count(each) for each in results):
             self.skipped.add(function.name())
+        # Views share their input's storage: their values were counted when they were made.
         fresh = [each for each in results if can_count(each) and storage_key(each) not in before]
         if "empty" in function.name():  # nobody's values stand there yet
             fresh = []
         made = [*fresh, *(leaf for leaf in leaves if can_count(leaf) and id(leaf) in written)]
+        # Within a node only its result counts, as users see it; the node's own ``look`` counts it.
         if self._running:
             node.made |= {storage_key(each) for each in made}
             return output

@@ -31,7 +31,7 @@ from fxprec.inspection.layers import fold
 from fxprec.inspection.nodes import is_own_code, op_name, short_paths, source_line
 from fxprec.model.module import conversion_of
 from fxprec.numerics.births import Birth, Births, Source
-from fxprec.numerics.step import Step
+from fxprec.numerics.step import TrainingStep
 from fxprec.numerics.trial import converted_anew
 from fxprec.passes.graph.annotations import Rule, module_path, notes
 from fxprec.passes.graph.casts import CASTS
@@ -69,7 +69,7 @@ Width = Callable[[Birth], list[tuple[str, str]]]
 
 
 class Cure(NamedTuple):
-    """What cures a fault.
+    """Cure of a fault, as text.
 
     Attributes:
         text: code that can be pasted, where there is such.
@@ -94,11 +94,12 @@ class Tried(NamedTuple):
     scale: float
 
 
-def policy_cure(step: Step, birth: Birth, fails_in_fp32: bool) -> Cure | None:
+def policy_cure(step: TrainingStep, birth: Birth, fails_in_fp32: bool) -> Cure | None:
     """Return the narrowest change of the conversion that cures a fault of low precision; None: no precision does.
 
     Where the model fails in FP32 as well, at another op, the change leaves that fault alone, and the cure names both.
     """
+    # With a fault in FP32 as well, only what precision adds to it can be cured by a policy: a fault at another op.
     wide = fault_in_fp32(step) if fails_in_fp32 else None
     if fails_in_fp32 and (wide is None or wide.origin.name == birth.origin.name or birth.dtype not in LOW):
         return None
@@ -118,7 +119,7 @@ def policy_cure(step: Step, birth: Birth, fails_in_fp32: bool) -> Cure | None:
     return Cure(text, (clamps,) if clamps else ())
 
 
-def code_cure(step: Step, birth: Birth) -> str:
+def code_cure(step: TrainingStep, birth: Birth) -> str:
     """Return how to write the op at which a value came to be that FP32 has not either: code, and why in a comment."""
     node, op = birth.origin.node, _canonical(birth)
     row = facts_of(op)
@@ -136,7 +137,7 @@ def code_cure(step: Step, birth: Birth) -> str:
     return "mend the model: an eps in the divisor, a clamp before the logarithm or the exponent, a smaller step"
 
 
-def fault_in_fp32(step: Step) -> Birth | None:
+def fault_in_fp32(step: TrainingStep) -> Birth | None:
     """Return where the model fails with all of it in FP32, unscaled; None: it does not, or cannot be run so."""
     rules = conversion_of(step.model).settings.policy.rules
     try:
@@ -157,7 +158,7 @@ class Search:
         most: changes that are tried.
     """
 
-    step: Step
+    step: TrainingStep
     beyond: Birth | None = None
     most: int = _MOST_TRIES
     _tried: int = field(default=0, init=False)
@@ -184,8 +185,10 @@ class Search:
     def _grown(self, birth: Birth, width: Width) -> Tried | None:
         """Choose what one fault after another wants in FP32; by nodes where a fault has nothing of this width."""
         chosen: Chosen = {}
+        # A fault is cured by what it wants in FP32, and the next run shows the next fault; until none is left.
         alike: dict[tuple[str, str], int] = {}
         left: Birth | None = birth
+        # What was flushed to 0 before may be the cause of the inf after it: both are widened.
         while left is not None and self._tried < self.most:
             births = [each for each in (left.flushed, left) if each is not None]
             more = chosen | {key: None for each in births for key in (width(each) or _by_node(each))}
@@ -203,7 +206,8 @@ class Search:
         return None
 
     def _narrowed(self, found: Tried) -> Tried:
-        """Leave out what none of the others leaves anything to do."""
+        """Leave out choices without which the step is finite as well."""
+        # Each choice is left out once: curing one fault often cures those that were found before it.
         for key in found.chosen if found.chosen is not None and len(found.chosen) > 1 else ():
             assert found.chosen is not None
             fewer = {other: None for other in found.chosen if other != key}
@@ -322,17 +326,18 @@ def _written(name: str, value: object) -> str:
     return repr(value) if isinstance(value, bool | tuple) else name
 
 
-def in_bfloat16(step: Step) -> str:
+def in_bfloat16(step: TrainingStep) -> str:
     """Return the call of ``fxprec.convert`` with bfloat16, where no loss scale keeps gradients in range."""
     return shown(conversion_of(step.model).settings, Tried({"dtype": torch.bfloat16}, None, 1.0))
 
 
-def smaller_scale(step: Step, birth: Birth) -> float | None:
-    """A loss scale at which gradients that overflow are finite; None: that is not it, or there is none that helps."""
+def smaller_scale(step: TrainingStep, birth: Birth) -> float | None:
+    """Return a loss scale at which gradients that overflow are finite; None where no scale helps."""
     overflows = birth.origin.backward and birth.kind in ("overflow", "meant")
     if not overflows or step.scale <= 1.0 or not math.isfinite(birth.magnitude):
         return None
     limit = torch.finfo(birth.dtype).max
+    # Headroom is left below the limit; an op deeper in the backward may overflow still, so that the scale is tried.
     scale = 2.0 ** math.floor(math.log2(step.scale * limit / max(birth.magnitude, limit)) - _HEADROOM)
     while step.at(scale := max(scale, 1.0)).watched(flushed=False).is_scaled_too_far:
         if scale == 1.0:
@@ -344,8 +349,8 @@ def smaller_scale(step: Step, birth: Birth) -> float | None:
 def computing(birth: Birth | None) -> list[Node]:
     """Return the nodes whose dtype decides over a birth.
 
-    Of a cast those that read it; of a gradient that is cast, by a cast or by an op that promotes, those that it is of.
-    Views have no say: in their place stand those that read, or make, what they show.
+    For a cast these are its readers; for the cast of a gradient, the nodes whose results the gradient belongs to. Views
+    have no say: those that read, or make, what they show stand in their place.
     """
     node = None if birth is None else birth.origin.node
     if birth is None or node is None:
@@ -363,6 +368,7 @@ def readers(node: Node) -> list[Node]:
 def _near(node: Node, near: Callable[[Node], Iterable[Node]]) -> list[Node]:
     found: list[Node] = []
     for each in near(node):
+        # A cast or a view has no arithmetic of its own: whoever reads it decides, and so on through chains of them.
         if each.target in CASTS or (_is_view(each) and [*near(each)]):
             found += _near(each, near)
         elif each.op not in ("placeholder", "output"):
@@ -391,7 +397,7 @@ def _canonical(birth: Birth) -> str:
     return birth.op.partition("::")[2].strip("_").removesuffix("_forward")
 
 
-def clamped_lines(step: Step, birth: Birth) -> str:
+def clamped_lines(step: TrainingStep, birth: Birth) -> str:
     """Return where to clamp values to float16's range for the step to be finite, as code; "": that does not help."""
     lines: dict[_Line, None] = {}
     left: Birth | None = birth
@@ -426,7 +432,7 @@ def _line_of(birth: Birth) -> _Line | None:
 
 
 class _Clamping(Births):
-    """As of births: and what some lines give is clamped to float16's range, as if the code did so."""
+    """Births of a run in which results of some lines are clamped to float16's range, as if the code did so."""
 
     def __init__(
         self, sources: Iterable[tuple[Tensor, Source]], weights: Mapping[str, Tensor], flushed: bool = False,
@@ -437,7 +443,7 @@ class _Clamping(Births):
         self._clamps: dict[Node, bool] = {}
 
     def look(self, node: NodeOf, run: Any) -> Any:
-        """As of births, and clamp."""
+        """Run a node, and clamp its result where its line is one of those."""
         result = super().look(node, run)
         if node.node not in self._clamps:
             self._clamps[node.node] = _Line(source_line(node.node), op_name(node.node)) in self._lines

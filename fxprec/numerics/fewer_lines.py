@@ -1,4 +1,4 @@
-"""Overrides of nodes in fewer lines: by the type of op, or by the module, where all of it agrees::
+"""Write overrides of nodes in fewer lines: by the type of op, or by the module, where all of it agrees::
 
     [nodes]                                    [modules]
     "linear" = "float32"               ->      "blocks.*.up" = "float32"
@@ -30,7 +30,7 @@ _SEVERAL: Final = 2
 
 
 def overridden(policy: Policy, nodes: Mapping[str, torch.dtype], words: Mapping[str, Words]) -> Policy:
-    """The policy with overrides of these nodes, each in its words, if it has any."""
+    """Return the policy with overrides of these nodes, each by its kind and pattern if it has any, else by name."""
     found: dict[Kind, dict[str, torch.dtype]] = {"ops": {}, "modules": {}, "nodes": {}}
     for name, precision in nodes.items():
         kind, pattern = words.get(name, ("nodes", name))
@@ -44,7 +44,7 @@ def in_fewer_lines(
     modules: Collection[str],
     alike: Callable[[Mapping[str, Words]], bool],
 ) -> dict[str, Words]:
-    """Name of a node -> the words of an override that it shares with others, or that names its module.
+    """Return for each node the override that it shares with others, or that names its module.
 
     Args:
         nodes: the decisions.
@@ -54,8 +54,9 @@ def in_fewer_lines(
     """
     words: dict[str, Words] = {}
 
+    # Asking redecides every graph: groups that fit together are accepted at once, others are halved.
     def accept(tried: Sequence[tuple[Words, set[str]]]) -> None:
-        """As many as can be, with few questions where most of them can."""
+        """Accept as many candidates as decide alike, with few questions where most of them do."""
         more = {name: own for own, names in tried for name in names if name not in words}
         if not more:
             return
@@ -73,7 +74,7 @@ def in_fewer_lines(
 
 
 def _candidates(chosen: Sequence[Node], modules: Collection[str]) -> Iterator[list[tuple[Words, set[str]]]]:
-    """Words, and the nodes that they are about: those that say most first."""
+    """Yield candidates for overrides with the nodes they cover, those that say most first."""
     yield [
         (("ops", op), names)
         for op, names in _grouped((notes(node).op.name, node.name) for node in chosen)

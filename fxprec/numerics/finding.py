@@ -1,4 +1,4 @@
-"""What ``locate`` finds: a place, what happened there, and what to do about it."""
+"""The finding of ``locate``: a place, what happened there, and what to do about it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Phase = Literal["forward", "backward", "input", "weight", "buffer", "loss", "opt
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Where the first value came to be that is not as it should be. ``print(finding)`` tells it in sentences.
+    """First value of a run that is not as it should be. ``print(finding)`` tells it in sentences.
 
     Attributes:
         phase: "forward" or "backward"; "input", "weight" or "buffer" where it came in with one; "loss" where it came in
@@ -71,7 +71,7 @@ class Finding:
     instead: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: a magnitude that is not known, or not finite, is None."""
+        """Return it for JSON: a magnitude that is not known, or not finite, is None."""
         magnitude = self.magnitude if math.isfinite(self.magnitude) else None
         return asdict(self) | {"magnitude": magnitude, "decisions": [each.to_dict() for each in self.decisions]}
 
@@ -87,7 +87,7 @@ class Finding:
 
     @property
     def headline(self) -> str:
-        """One line."""
+        """Finding in one line."""
         where = self.node + (f" of module {self.module}" if self.module else "")
         where += f" ({self.source})" if self.source else ""
         computes = f"{self.op} in {self.dtype}" if self.op else self.dtype

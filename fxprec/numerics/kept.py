@@ -16,7 +16,7 @@ from fxprec.scaling.gradients import late_hooks_aside
 
 @contextlib.contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
-    """Within, the model has no gradients; afterwards all is as before, the random number generators too.
+    """Give a model no gradients while the context lasts, and put all back after it, random number generators too.
 
     A backward of a call that was made before finds what it read. Nobody hears of gradients that are accumulated
     within: such hooks step optimizers.

@@ -1,4 +1,4 @@
-"""The result of an audit: rows that add up to a measured error."""
+"""The ledger of an audit: rows that add up to a measured error."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _SHOWN: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One op of torch within a row, such as the division in a dropout; of a fused region's kernel one of its nodes.
+class OpPart:
+    """Op of torch within a row, such as the division in a dropout; of a fused region's kernel one of its nodes.
 
     Attributes:
         op: ``aten::div_``; name of the node, as if it ran by itself; "kernel, rest": what the kernel loses otherwise.
@@ -37,7 +37,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one place of the model adds to the error.
+    """Part of one place of the model in the error.
 
     Attributes:
         node: name of the node; path of the weight; name of an op that runs outside of the graphs.
@@ -77,7 +77,7 @@ class Row:
     lost: float
     size: float
     share: float
-    parts: tuple[Part, ...] = ()
+    parts: tuple[OpPart, ...] = ()
     other: Alternative | None = None
     saves: float | None = None
     saves_error: float | None = None
@@ -94,7 +94,7 @@ class Row:
         return math.sqrt(self.lost / self.size) if self.size else math.sqrt(self.lost)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         names = [each.name for each in fields(self) if each.name not in ("parts", "lost", "size", "other")]
         own = {name: getattr(self, name) for name in names}
         parts = [{"op": part.op, "rounding": part.rounding, "bend": part.bend} for part in self.parts]
@@ -106,7 +106,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One batch of an audit.
+    """Batch of an audit, with its measured and its explained error.
 
     Attributes:
         low: the loss of the model as it runs, also where its gradients are the target; None where there is none.
@@ -122,7 +122,7 @@ class Sample:
 
 
 class GradientError(NamedTuple):
-    """The error of a parameter's gradient, root mean square over batches.
+    """Error of a parameter's gradient, root mean square over batches.
 
     Attributes:
         error: its length.
@@ -134,13 +134,13 @@ class GradientError(NamedTuple):
 
     @property
     def relative(self) -> float:
-        """inf where the reference's gradient is 0."""
+        """Error over norm; inf where the reference's gradient is 0."""
         return self.error / self.norm if self.norm else math.inf if self.error else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Which op costs how much of an error. ``print(ledger)``: a verdict and ten rows.
+    """Ledger of an audit: which op costs how much of an error. ``print(ledger)`` shows a verdict and ten rows.
 
     Attributes:
         target: "loss", "outputs" (where there is no loss: their error along its own direction) or "gradients" (of all
@@ -175,7 +175,7 @@ class Ledger:
 
     @property
     def explained(self) -> float:
-        """What the rows add up to; over several batches the root mean square of that."""
+        """Sum of the rows' contributions; over several batches its root mean square."""
         if len(self.samples) == 1:
             return self.samples[0].explained
         return math.sqrt(sum(sample.explained**2 for sample in self.samples) / len(self.samples))
@@ -187,16 +187,17 @@ class Ledger:
         return sum(row.bend for row in self.rows) / total if total else 0.0
 
     def folded(self) -> Ledger:
-        """The same with repeated layers as one: ``blocks.0.mlp`` and ``blocks.1.mlp`` are ``blocks.*.mlp``."""
+        """Return the ledger with repeated layers as one: ``blocks.0.mlp`` and ``blocks.1.mlp`` are ``blocks.*.mlp``."""
         groups: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
             name = fold(row.node) if row.kind == "weight" else row.op if row.kind == "node" else row.node
             groups.setdefault((name, row.kind, row.backward, fold(row.module), row.op, row.compute), []).append(row)
         rows = [_together(key[0], key[3], group) for key, group in groups.items()]
+        # A folded row stands for several nodes: a page could not lay it over the graph.
         return replace(self, rows=ordered(rows, len(self.samples)), subject=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         samples = [{each.name: getattr(sample, each.name) for each in fields(sample)} for sample in self.samples]
         return {
             "target": self.target,
@@ -216,6 +217,7 @@ class Ledger:
 
     def __rich__(self) -> RenderableType:
         rows = self.rows[:_SHOWN]
+        # Of one batch the signed error is the whole; over batches it is the root of the sum of squares.
         scale = math.sqrt(sum(row.squares for row in self.rows)) if len(self.samples) > 1 else abs(self.measured)
         saves = any(row.saves is not None for row in self.rows)
         table = columns(
@@ -284,7 +286,7 @@ def _saves(row: Row) -> str:
 
 
 def ordered(rows: Iterable[Row], batches: int) -> tuple[Row, ...]:
-    """Largest first."""
+    """Return rows largest first: by contribution for one batch, else by mean square."""
     return tuple(sorted(rows, key=lambda row: -(abs(row.contribution) if batches == 1 else row.squares)))
 
 

@@ -1,4 +1,4 @@
-"""Where the first value of a training step came to be that is not finite, or became 0."""
+"""Locate the first value of a training step that is not finite, or became 0."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fxprec.numerics.births import Birth, Source, Swallow, first_of
 from fxprec.numerics.cures import Cure, Search, code_cure, in_bfloat16, policy_cure, smaller_scale
 from fxprec.numerics.finding import Finding
 from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
-from fxprec.numerics.step import Results, Run, Step, dense, is_finite
+from fxprec.numerics.step import Results, Run, TrainingStep, dense, is_finite
 from fxprec.passes.graph.annotations import module_path
 from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.loss_scaler import LossScaler
-from fxprec.tape.origin import Origin
+from fxprec.tape.origin import OpOrigin
 
 #: A parameter's gradient is lost where this share of its elements is 0, of those that are none in FP32.
 _LOST: Final = 0.5
@@ -73,11 +73,12 @@ def locate(
     return replace(finding, decisions=step.decisions())
 
 
-def fault_of(step: Step, found: Run) -> Finding | None:
-    """What is to be said of the fault that a watched run of the step found; None: it found none."""
+def fault_of(step: TrainingStep, found: Run) -> Finding | None:
+    """Return the finding about the fault of a watched run; None where the run found none."""
     if found.fault is None:
         return None
     birth, reached = found.fault
+    # FP32 tells faults of the precision from those of the model: only the former a policy can cure.
     wide = step.in_fp32()
     if birth.kind == "invalid" and wide is not None and wide.is_finite:  # FP32 is not handed what became 0 before
         found = step.watched(flushed=True)
@@ -87,16 +88,16 @@ def fault_of(step: Step, found: Run) -> Finding | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _BatchStep(Step):
-    """Forward, loss and backward of a batch."""
+class _BatchStep(TrainingStep):
+    """Training step on a batch: forward, loss and backward."""
 
     problem: Problem
     batch: Batch
 
-    def at(self, scale: float) -> Step:
+    def at(self, scale: float) -> TrainingStep:
         return replace(self, scale=scale)
 
-    def on(self, model: nn.Module) -> Step:
+    def on(self, model: nn.Module) -> TrainingStep:
         return replace(self, model=model, problem=replace(self.problem, model=model))
 
     def run(self) -> Results:
@@ -112,22 +113,22 @@ class _BatchStep(Step):
                     yield leaf.detach(), Source("input", f"batch[{name!r}]")
 
 
-def _bad_weight(step: Step) -> Finding | None:
-    """A parameter that is not finite, although nothing of that reached the loss."""
+def _bad_weight(step: TrainingStep) -> Finding | None:
+    """Return a finding about a parameter that is not finite, although nothing of that reached the loss."""
     for name, parameter in step.model.named_parameters():
         if not is_finite(parameter.detach()):
             bad = ~dense(parameter.detach()).isfinite()
             share, index = float(bad.sum() / bad.numel()), first_of(bad)
             birth = Birth(
-                0, Origin("weight", name), "", "came in", parameter.dtype, math.nan, "", share, Source("weight", name),
-                index=index,
+                0, OpOrigin("weight", name), "", "came in", parameter.dtype, math.nan, "", share,
+                Source("weight", name), index=index,
             )  # fmt: skip
             return _finding(step, birth, "", fails_in_fp32=False)
     return None
 
 
-def _lost_gradient(step: Step, found: Run) -> Finding | None:
-    """The op that made most of a parameter's gradient 0, where FP32 has one."""
+def _lost_gradient(step: TrainingStep, found: Run) -> Finding | None:
+    """Return a finding about the op that made most of a parameter's gradient 0, where FP32 has one."""
     wide = step.in_fp32()
     if wide is None or not wide.is_finite:
         return None
@@ -142,6 +143,7 @@ def _lost_gradient(step: Step, found: Run) -> Finding | None:
     names = [name for name in found.gradients if lost(name) > _LOST]
     if not names:
         return None
+    # Zeros are followed in float64 beside every op, which is slow: only once a lost gradient is known.
     again = step.watched(flushed=True)
     assert again.births is not None
     flushed = ((again.births.flush(again.gradients[name]), name) for name in names)
@@ -152,7 +154,9 @@ def _lost_gradient(step: Step, found: Run) -> Finding | None:
     return _finding(step, birth, reached, fails_in_fp32=False)
 
 
-def _finding(step: Step, birth: Birth, reached: str, fails_in_fp32: bool, swallowed: Swallow | None = None) -> Finding:
+def _finding(
+    step: TrainingStep, birth: Birth, reached: str, fails_in_fp32: bool, swallowed: Swallow | None = None
+) -> Finding:
     origin, source = birth.origin, birth.source
     node = origin.node
     module, op = ("", "") if node is None else (module_path(node), op_name(node))
@@ -168,6 +172,7 @@ def _finding(step: Step, birth: Birth, reached: str, fails_in_fp32: bool, swallo
     backward = origin.backward
     kind: Any = "overflow" if birth.kind == "meant" else birth.kind
     phase: Any = "backward" if backward else "forward" if source is None else source.phase
+    # An overflow of gradients that a smaller scale cures is no fault of the op.
     smaller = smaller_scale(step, birth)
     if smaller is not None:
         kind = "scale too large"
@@ -198,13 +203,13 @@ def _finding(step: Step, birth: Birth, reached: str, fails_in_fp32: bool, swallo
 
 
 def _place(swallowed: Swallow) -> str:
-    """``truediv (net.py:9)``."""
+    """Write an op with its line: ``truediv (net.py:9)``."""
     origin = swallowed.origin
     source = short_paths(origin.source) if origin.node is None else source_line(origin.node)
     return swallowed.name + (f" ({source})" if source else "")
 
 
-def _cure(step: Step, birth: Birth, kind: str, smaller: float | None, fails_in_fp32: bool) -> Cure:
+def _cure(step: TrainingStep, birth: Birth, kind: str, smaller: float | None, fails_in_fp32: bool) -> Cure:
     origin = birth.origin
     if kind == "came in":
         assert birth.source is not None
@@ -238,7 +243,7 @@ def _cure(step: Step, birth: Birth, kind: str, smaller: float | None, fails_in_f
 
 
 def keep_finite(model: nn.Module, loss: Loss | None, batches: Iterable[Batch]) -> list[str]:
-    """Nodes that are to be in FP32 for steps on these batches to be finite; none where they are, or nothing helps."""
+    """Return nodes to keep in FP32 for steps on these batches to be finite; none where they are, or nothing helps."""
     found: dict[str, None] = {}
     for batch in batches:
         step = _BatchStep(model, 1.0, Problem(model, loss), batch)
@@ -248,8 +253,8 @@ def keep_finite(model: nn.Module, loss: Loss | None, batches: Iterable[Batch]) -
     return [*found]
 
 
-def _larger_scale(step: Step, birth: Birth) -> float:
-    """A power of two that brings the largest value that was lost 8 bits above the smallest number."""
+def _larger_scale(step: TrainingStep, birth: Birth) -> float:
+    """Return a loss scale that lifts the largest value that was lost 8 bits above the smallest number."""
     info = torch.finfo(birth.dtype)
     wanted = 2**8 * info.smallest_normal * info.eps / birth.magnitude
     return step.scale * 2.0 ** max(1, math.ceil(math.log2(wanted)))

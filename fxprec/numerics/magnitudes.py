@@ -1,4 +1,4 @@
-"""How large values are: how many of them have which exponent, counted on the device that they are on."""
+"""Count values by their exponents, on the device that they are on."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ class Magnitudes:
 
     @property
     def some(self) -> int:
-        """How many are neither 0 nor infinite nor nan."""
+        """Number of values that are neither 0 nor infinite nor nan."""
         return sum(self.exponents.values())
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of all values."""
         return self.some + self.zeros + self.infinite + self.nans
 
     def below(self, exponent: float) -> int:
-        """How many are less than 2**exponent, and not 0; of a bucket that it divides none."""
+        """Return how many are less than 2**exponent, and not 0; of a bucket that it divides none."""
         return sum(count for each, count in self.exponents.items() if each + 1 <= exponent)
 
     def __add__(self, other: Magnitudes) -> Magnitudes:
@@ -73,7 +73,7 @@ class Magnitudes:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: no smallest or largest is None."""
+        """Return it for JSON: no smallest or largest is None."""
         names = ("zeros", "infinite", "nans", "saturated", "overflowed")
         ends = {"smallest": self.smallest if self.some else None, "largest": self.largest or None}
         exponents = {str(exponent): count for exponent, count in self.exponents.items()}
@@ -81,7 +81,7 @@ class Magnitudes:
 
 
 class _Layout(NamedTuple):
-    """Of the format that values are looked at in: bits of the fraction, values of the exponent's bits, their bias."""
+    """Bit layout of a float format: its integer dtype, fraction bits, number of exponents and their bias."""
 
     bits: torch.dtype
     fraction: int
@@ -94,7 +94,7 @@ _FLOAT64: Final = _Layout(torch.int64, 52, 2048, 1023)
 
 
 class Tally:
-    """Counts of values of one dtype on one device, while a run lasts. Nothing waits for the device until ``read``."""
+    """Running counts of values of one dtype on one device. Nothing waits for the device until ``read``."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._wide = torch.float64 if dtype is torch.float64 else torch.float32
@@ -106,7 +106,7 @@ class Tally:
         self._one = torch.ones(1, dtype=torch.int64, device=device)
 
     def add(self, values: Tensor, sound: Tensor | None = None) -> None:
-        """Count some.
+        """Count values.
 
         Args:
             values: of any shape, in the dtype.
@@ -117,6 +117,7 @@ class Tally:
                 self._add(part, sound)
 
     def _add(self, values: Tensor, sound: Tensor | None) -> None:
+        # Exponents are read from the bits: log2 rounds near powers of two, and takes longer.
         size = values.to(self._wide).abs()
         exponents = (size.view(self._layout.bits) >> self._layout.fraction).to(torch.int64)
         # Not bincount, which waits for a GPU to learn the largest of them.
@@ -137,7 +138,7 @@ class Tally:
 
     @staticmethod
     def read(tallies: Sequence[Tally]) -> list[Magnitudes]:
-        """All that they counted, with one wait a device."""
+        """Return what they counted, with one wait a device."""
         by_device: dict[Any, list[int]] = defaultdict(list)
         for number, tally in enumerate(tallies):
             by_device[tally._counts.device, tally._wide].append(number)
@@ -154,13 +155,14 @@ class Tally:
 def _magnitudes(counts: list[int], layout: _Layout, smallest: float, largest: float) -> Magnitudes:
     exponents, zeros, nans = counts[_FIRST:], counts[_ZEROS], counts[_NANS]
     infinite = exponents.pop() - nans  # the last value of the bits, which no number has
+    # Zeros have the exponent of subnormal numbers, and are counted apart.
     exponents[0] -= zeros
     found = {each - layout.bias: count for each, count in enumerate(exponents) if count}
     return Magnitudes(found, zeros, infinite, nans, counts[_SATURATED], counts[_OVERFLOWED], smallest, largest)
 
 
 def can_count(value: object) -> bool:
-    """Whether it is a tensor of floats, element by element in memory, in a dtype that can be counted."""
+    """Return whether a value is a dense tensor of floats, in a dtype that can be counted."""
     return (
         isinstance(value, Tensor)
         and (value.dtype in _FLOATS or value.is_complex())
@@ -170,11 +172,11 @@ def can_count(value: object) -> bool:
 
 
 def as_floats(tensor: Tensor) -> Tensor:
-    """Of complex numbers their parts."""
+    """Return a tensor as real numbers: of complex ones their parts."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def all_finite(tensor: Tensor) -> Tensor:
-    """Whether all of some values are finite, on their device."""
+    """Return whether all values are finite, as a flag on their device."""
     values = as_floats(tensor)
     return (values.float() if values.element_size() == 1 else values).abs().amax() < math.inf

@@ -1,4 +1,4 @@
-"""Which elements of a run are as large as they are because the model says so: masks of -1e9, or of a dtype's lowest.
+"""Tell which elements of a run are large because the model says so: masks of -1e9, or of a dtype's lowest.
 
 In float16 such a mask is -inf, or becomes that once a score is added, where the reference has a finite value: that is
 meant, and no overflow. An element is one where
@@ -18,7 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fxprec.numerics.births import Call
+from fxprec.numerics.births import OpCall
 from fxprec.torch_internals import storage_key
 
 #: Smaller ones are no mask's: no sum of a few of them overflows in float16.
@@ -36,7 +36,7 @@ _COPIES: Final = frozenset({"aten::_to_copy", "aten::clone", "aten::copy", "aten
 
 
 class Masks:
-    """The elements of a run that are a mask's, by storage.
+    """Elements of a run that belong to masks, by storage.
 
     Args:
         is_constant: tells whether a tensor that no op made is the model's own, and no data: a buffer, say.
@@ -48,12 +48,12 @@ class Masks:
         self._made: set[int] = set()
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """Which elements of a tensor are; None: none."""
+        """Return which elements of a tensor belong to a mask; None where none does."""
         flat = self._known.get(storage_key(tensor))
         return None if flat is None else flat.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def note(self, call: Call, result: Tensor, exact: Tensor, read: Callable[[Tensor], Tensor]) -> None:
-        """Learn of what an op wrote.
+    def note(self, call: OpCall, result: Tensor, exact: Tensor, read: Callable[[Tensor], Tensor]) -> None:
+        """Mark what an op wrote.
 
         Args:
             call: that ran.
@@ -68,12 +68,13 @@ class Masks:
         known = self.of(result)
         if known is not None:
             known.copy_(marked)
+        # Marks are kept a storage, not a tensor: views of a mask, made later, see them too.
         elif bool(marked.any()):
             size = result.untyped_storage().nbytes() // result.element_size()
             self._known[storage_key(result)] = torch.zeros(size, dtype=torch.bool, device=result.device)
             self.of(result).copy_(marked)  # type: ignore[union-attr]
 
-    def _marked(self, call: Call, exact: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
+    def _marked(self, call: OpCall, exact: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
         found = _is_lowest(exact)
         numbers = [leaf for leaf in call.given if isinstance(leaf, float | int) and abs(leaf) >= _LEAST]
         for number in numbers if call.name in _FILLS else ():
@@ -83,12 +84,14 @@ class Masks:
             if not isinstance(low, Tensor) or low.layout is not torch.strided or low.is_complex():
                 continue
             own = read(low)
+            # ``(1 - mask) * -1e9``: a large number scales nothing but zeros and ones.
             if numbers and call.name in _SCALINGS and bool(((own == 0) | (own.abs() == 1)).all()):
                 return torch.ones_like(found)
             marks = self.of(low)
             if marks is None and storage_key(low) not in self._made and own.is_floating_point():
                 marks = _came_in(own, self._is_constant(low))
             if marks is None or not bool(marks.any()):
+                # Elementwise ops keep a mark in its place; through other ops a mask may come out anywhere.
                 continue
             try:
                 found = found | (marks.expand(exact.shape) if elementwise else True)
@@ -105,7 +108,7 @@ def _is_lowest(exact: Tensor) -> Tensor:
 
 
 def _came_in(values: Tensor, constant: bool) -> Tensor:
-    """Elements of a mask that was there before the run: one negative number, and the rest is small.
+    """Return the elements of a mask that was there before the run: one negative number, and the rest is small.
 
     A single outlier among data is none: the rest is 0, or there are several.
     """
@@ -119,7 +122,7 @@ def _came_in(values: Tensor, constant: bool) -> Tensor:
 
 
 def is_fault(low: Tensor, exact: Tensor, marks: Tensor | None) -> Tensor:
-    """Elements that are not finite, where FP32 could have the reference's value, and no mask means it."""
+    """Return the elements that are not finite, where FP32 could have the reference's value, and no mask means it."""
     largest = math.inf if not exact.dtype.is_floating_point else torch.finfo(torch.float32).max
     wrong = ~low.isfinite() & (exact.abs() <= largest) & exact.isfinite()
     return wrong if marks is None else wrong & ~marks

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from fxprec.inspection.nodes import short_paths, source_line
 from fxprec.numerics.kept import kept
 from fxprec.tape.operation import Operation
-from fxprec.tape.origin import Origin
-from fxprec.tape.recorder import Recorder, record
+from fxprec.tape.origin import OpOrigin
+from fxprec.tape.recorder import OpRecorder, record
 
 #: Runs that capture graphs of the other way, before that is given up.
 _MOST_CAPTURES: Final = 8
@@ -30,7 +30,7 @@ _MOST_CAPTURES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class OwnWay:
-    """What the reference gives by its own numbers.
+    """Results of the reference by the numbers that it reads itself.
 
     Attributes:
         values: the loss, or else the outputs.
@@ -40,28 +40,29 @@ class OwnWay:
 
     values: tuple[Tensor, ...]
     gradients: dict[str, Tensor]
-    ops: tuple[tuple[Origin, str], ...]
+    ops: tuple[tuple[OpOrigin, str], ...]
 
-    def parts_at(self, recorder: Recorder) -> str | None:
-        """Where the run goes another way: the line of its first op that is another; None: it goes the same."""
+    def parts_at(self, recorder: OpRecorder) -> str | None:
+        """Return the line of the run's first op that the reference does not run; None where both run the same."""
         own = ops_of(recorder.operations)
         if own == self.ops:
             return None
         pairs = zip(own, self.ops, strict=False)
         origin = next((mine for (mine, a), (other, b) in pairs if (mine, a) != (other, b)), None)
+        # One is the beginning of the other: the first op that only the longer one has.
         if origin is None:
             longer = max(own, self.ops, key=len)
             origin = longer[min(len(own), len(self.ops))][0]
         return short_paths(origin.source) if origin.node is None else source_line(origin.node)
 
 
-def ops_of(operations: Sequence[Operation]) -> tuple[tuple[Origin, str], ...]:
-    """The ops of a run, by place and name."""
+def ops_of(operations: Sequence[Operation]) -> tuple[tuple[OpOrigin, str], ...]:
+    """Return the ops of a run, by place and name."""
     return tuple((operation.origin, operation.name) for operation in operations)
 
 
 def own_way(model: nn.Module, run: Callable[[], Tensor | list[Tensor]], reference: torch.dtype) -> OwnWay | None:
-    """Run something on a converted model by the reference's own numbers; the model is left as it was.
+    """Run a converted model by the reference's own numbers; the model is left as it was.
 
     Args:
         model: converted.
@@ -83,5 +84,5 @@ def own_way(model: nn.Module, run: Callable[[], Tensor | list[Tensor]], referenc
     return None
 
 
-def _exact(recorder: Recorder, tensor: Tensor) -> Tensor:
+def _exact(recorder: OpRecorder, tensor: Tensor) -> Tensor:
     return recorder.memory.exact(recorder.memory.place(tensor.detach())).clone()

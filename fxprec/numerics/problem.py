@@ -1,4 +1,4 @@
-"""What a model is to be asked: batches, and a loss of its outputs. Checked before anything runs."""
+"""Check what a model is asked: batches, and a loss of its outputs, before anything runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 def not_in_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that may be called in inference mode, which has no derivatives, and computes as under ``no_grad``."""
+    """Make a function callable in inference mode, which has no derivatives: there it computes as under ``no_grad``."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -40,7 +40,7 @@ def not_in_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A converted model, and what its outputs are judged by.
+    """Converted model, with what its outputs are judged by.
 
     Attributes:
         model: converted.
@@ -78,7 +78,7 @@ class Problem:
         return cls(model, loss, method)
 
     def run(self, batch: Batch) -> Tensor | list[Tensor]:
-        """Run the model: its loss, or else its float outputs.
+        """Run the model and return its loss, or else its float outputs.
 
         Raises:
             TypeError: the model takes other arguments.
@@ -121,7 +121,7 @@ class Problem:
             raise TypeError(f"{error}: {conversion.name}.{entry.name}{signature}; {of_batch}") from None
 
     def step(self, batch: Batch, scale: float) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Forward and backward, at a loss scale: the loss or else the outputs, and path -> gradient of the parameter.
+        """Run forward and backward at a loss scale; return the loss, or else the outputs, and gradients by parameter.
 
         Of outputs that are no loss the backward is that of their sum.
         """
@@ -135,7 +135,7 @@ class Problem:
         return [each.detach() for each in values], gradients_of(self.model)
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Each batch, checked; tensors of inference mode are copied, as nothing could be differentiated in them.
+        """Yield each batch, checked; tensors of inference mode are copied, as nothing could be differentiated in them.
 
         Raises:
             TypeError: batches cannot be iterated over, or one of them is neither a tuple nor a dict.

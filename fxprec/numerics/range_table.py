@@ -1,4 +1,4 @@
-"""The result of ``ranges``: a row for each value of a run, and what follows for dtype and loss scale."""
+"""The table of ``ranges``: a row for each value of a run, and the advice on dtype and loss scale."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FEW: Final = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """How large the values of one place are.
+    """Magnitudes of the values of one place.
 
     Attributes:
         node: name of the node; path of the weight; name of an op that runs outside of the graphs.
@@ -106,15 +106,16 @@ class Range:
 
     @property
     def margin(self) -> float:
-        """What is tight: the smaller one of the headroom, and of the footroom without the smallest hundredth."""
+        """Bits of the tighter end: the headroom, or the footroom without the smallest hundredth."""
         if not self.values.some:
             return self.headroom
+        # A few tiny values are no loss: the footroom is measured where the smallest hundredth ends.
         left = _FEW * self.values.some
         lowest = next(each for each in sorted(self.values.exponents) if self.values.below(each + 1) > left)
         return min(self.headroom, lowest - math.log2(self._info.smallest_normal * self._info.eps))
 
     def flushed_in(self, dtype: torch.dtype, scale: float = 1.0) -> float:
-        """The share that would be 0 in a dtype, of what is none, if all were ``scale`` times as large.
+        """Return the share that would be 0 in a dtype, of what is none, if all were ``scale`` times as large.
 
         Of a value that is in this dtype already and has no ``wide`` it is a lower bound: what became 0 is not seen.
         """
@@ -126,7 +127,7 @@ class Range:
         return torch.finfo(getattr(torch, self.dtype))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: what is infinite or unknown is None."""
+        """Return it for JSON: what is infinite or unknown is None."""
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         own |= {"values": self.values.to_dict(), "wide": self.wide and self.wide.to_dict()}
         shares = {name: getattr(self, name) for name in ("zeros", "subnormal", "saturated", "overflowed", "flushed")}
@@ -136,13 +137,13 @@ class Range:
 
 
 def _flushes_below(dtype: torch.dtype, scale: float) -> float:
-    """Log2 of what rounds to 0, before it is multiplied by the scale: half of the smallest number."""
+    """Return log2 of what rounds to 0, before it is multiplied by the scale: half of the smallest number."""
     info = torch.finfo(dtype)
     return math.log2(info.smallest_normal * info.eps) - 1 - math.log2(scale)
 
 
 def flushed_of(rows: Iterable[Range], dtype: torch.dtype, scale: float) -> float:
-    """``Range.flushed_in`` of all values of some rows, in one share."""
+    """Return the share of all values of some rows that would be 0, as ``Range.flushed_in`` counts it."""
     seen = [row.wide or row.values for row in rows]
     some = sum(each.some for each in seen)
     return sum(each.below(_flushes_below(dtype, scale)) for each in seen) / some if some else 0.0
@@ -150,7 +151,7 @@ def flushed_of(rows: Iterable[Range], dtype: torch.dtype, scale: float) -> float
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """How large values and gradients are, and what follows. ``print(ranges)``: a verdict and the ten tightest rows.
+    """Table of ranges, with advice on dtype and loss scale. ``print(ranges)``: a verdict and the ten tightest rows.
 
     Attributes:
         rows: tightest first.
@@ -182,7 +183,7 @@ class Ranges:
     subject: Subject | None = field(default=None, repr=False)
 
     def folded(self) -> Ranges:
-        """The same with repeated layers as one: ``blocks.0.mlp`` and ``blocks.1.mlp`` are ``blocks.*.mlp``."""
+        """Return the table with repeated layers as one: ``blocks.0.mlp`` and ``blocks.1.mlp`` are ``blocks.*.mlp``."""
         groups: dict[tuple[Any, ...], list[Range]] = {}
         for row in self.rows:
             name = fold(row.node) if row.kind == "weight" else row.op if row.kind == "node" else row.node
@@ -191,7 +192,7 @@ class Ranges:
         return replace(self, rows=tightest_first(rows), subject=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "subject"}
         own |= {name: list(own[name]) for name in ("reasons", "warnings", "remarks")}
         dtypes = {"ran_in": dtype_name(self.ran_in), "dtype": dtype_name(self.dtype) if self.dtype else None}
@@ -226,7 +227,7 @@ class Ranges:
 
 
 def tightest_first(rows: Iterable[Range]) -> tuple[Range, ...]:
-    """By ``Range.margin``."""
+    """Return rows ordered by ``Range.margin``."""
     return tuple(sorted(rows, key=lambda row: row.margin))
 
 
@@ -248,12 +249,12 @@ def _cells(row: Range) -> tuple[str, ...]:
 
 
 def percent(share: float) -> str:
-    """A share for people: what is little is not 0."""
+    """Write a share for people: a little is not 0."""
     return f"{share:.1%}" if share == 0 or share >= 0.0005 else "<0.1%"
 
 
 def power(scale: float) -> str:
-    """A power of two as code: ``4096``, ``2.0**41``."""
+    """Write a power of two as code: ``4096``, ``2.0**41``."""
     return f"{scale:g}" if float(f"{scale:g}") == scale else f"2.0**{round(math.log2(scale))}"
 
 

@@ -1,4 +1,4 @@
-"""How large values and gradients are: what is flushed, what is saturated, which loss scale and which dtype fit."""
+"""Measure how large values and gradients are: what is flushed or saturated, which loss scale and which dtype fit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.gradients import few, local
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.tape.attribution import observe
-from fxprec.tape.origin import Origin
+from fxprec.tape.origin import OpOrigin
 
 
 @not_in_inference_mode
@@ -80,21 +80,22 @@ def ranges(
     scale = float(scaler.get_scale()) if scaler is not None and scaled else 1.0
     low = conversion_of(model).settings.dtype
     own, wide, remarks = Counting(model), Counting(model), []
-    twin, why_none = _in_bfloat16(problem) if low is torch.float16 else (None, "")
+    # What became 0 in float16 shows only beside a run with more exponents.
+    in_bfloat16, why_none = _in_bfloat16(problem) if low is torch.float16 else (None, "")
     number, own_faults, wide_faults = 0, _Faults(every), _Faults(every)
     first: Batch | None = None
     for batch in itertools.islice(problem.batches(batches), 0, None, every):
         first = batch if number == 0 else first
         number += 1
         own.merge(_counted(problem, batch, scale, own_faults))
-        if twin is not None:
+        if in_bfloat16 is not None:
             try:
-                wide.merge(_counted(twin, batch, scale, wide_faults))
+                wide.merge(_counted(in_bfloat16, batch, scale, wide_faults))
             except (FxprecError, RuntimeError) as error:
-                twin, why_none = None, _first_line(error)
+                in_bfloat16, why_none = None, _first_line(error)
     rows = _rows(own)
     seen, seen_in, faults = rows, low, own_faults
-    if twin is not None:
+    if in_bfloat16 is not None:
         seen, seen_in, faults = _rows(wide), torch.bfloat16, wide_faults
         rows, seen = _with_wide(rows, seen), _named_as(rows, _low_in_float16(seen, rows))
     elif why_none:
@@ -102,6 +103,7 @@ def ranges(
     if own.skipped:
         remarks.append(f"not counted, for their layout or dtype: results of {', '.join(sorted(own.skipped))}")
     advice = advise(seen, seen_in, scale, faults.told())
+    # bfloat16 lowers more than float16 would: what float16 keeps in FP32 must not speak against it.
     if low is torch.bfloat16 and advice.dtype is torch.bfloat16 and first is not None:
         try:
             narrow = Counting(model)
@@ -128,7 +130,7 @@ def ranges(
 
 
 def _in_bfloat16(problem: Problem) -> tuple[Problem | None, str]:
-    """The same model with FP32's exponents; or why there is none."""
+    """Return the same model with FP32's exponents, or why there is none."""
     try:
         return Problem(under(problem.model, dtype=torch.bfloat16), problem.loss), ""
     except (FxprecError, ValueError) as error:
@@ -140,21 +142,21 @@ def _first_line(error: Exception) -> str:
 
 
 class _Faults:
-    """In which batches, of every n-th, the loss or else gradients were not finite. Read at the end."""
+    """Batches, of every n-th, whose loss or gradients were not finite. Flags stay on the device until ``told``."""
 
     def __init__(self, every: int) -> None:
         self._every = every
         self._sound: dict[str, list[Tensor]] = {"the loss was": [], "gradients were": []}
 
     def note(self, values: Sequence[Tensor], gradients: Iterable[Tensor]) -> None:
-        """One batch. Outputs that are no loss may be infinite."""
+        """Note one batch. Outputs that are no loss may be infinite."""
         loss = values if len(values) == 1 and values[0].numel() == 1 else ()
         for flags, tensors in zip(self._sound.values(), (loss, map(dense, map(local, gradients))), strict=True):
             sound = [tensor.isfinite().all() for tensor in tensors]
             flags.append(torch.stack(sound).all() if sound else torch.tensor(True))
 
     def told(self) -> str:
-        """In words; "": all were finite."""
+        """Write which batches were not finite, in words; "" where all were."""
         for what, flags in self._sound.items():
             bad = [str(number * self._every) for number, flag in enumerate(flags) if not flag]
             if bad:
@@ -163,7 +165,8 @@ class _Faults:
 
 
 def _counted(problem: Problem, batch: Batch, scale: float, faults: _Faults) -> Counting:
-    """One training step."""
+    """Run one training step and return what it counted."""
+    # A run that captured graphs counted ops outside of them: it is repeated.
     while True:
         counting = Counting(problem.model)
         with kept(problem.model):
@@ -173,7 +176,7 @@ def _counted(problem: Problem, batch: Batch, scale: float, faults: _Faults) -> C
                 for name, gradient in gradients.items():
                     counting.gradient(name, gradient)
                 if gradients and len(values) == 1 and values[0].numel() == 1:
-                    counting.count(Origin("outside", "scaled loss", backward=True), values[0] * scale)
+                    counting.count(OpOrigin("outside", "scaled loss", backward=True), values[0] * scale)
                 faults.note(values, gradients.values())
                 return counting
 
@@ -183,7 +186,7 @@ def _rows(counting: Counting) -> list[Range]:
     return [_row(origin, dtype, values) for (origin, dtype), values in zip(counting.tallies, found, strict=True)]
 
 
-def _row(origin: Origin, dtype: torch.dtype, values: Magnitudes) -> Range:
+def _row(origin: OpOrigin, dtype: torch.dtype, values: Magnitudes) -> Range:
     node = origin.node
     module, op, source, region = "", origin.name, short_paths(origin.source), ""
     if origin.kind == "weight":
@@ -195,7 +198,7 @@ def _row(origin: Origin, dtype: torch.dtype, values: Magnitudes) -> Range:
 
 
 def _with_wide(rows: list[Range], seen: list[Range]) -> list[Range]:
-    """Rows with what the same place has in bfloat16, where one place alone has the name."""
+    """Return rows with the values of the same place in bfloat16, where one place alone has the name."""
     places = Counter(map(_place, seen))
     by_place = {_place(row): row.values for row in seen}
     times = Counter(map(_place, rows))
@@ -223,7 +226,7 @@ def _low_in_float16(seen: list[Range], narrow: list[Range]) -> list[Range]:
 
 
 def _named_as(rows: list[Range], seen: list[Range]) -> list[Range]:
-    """Rows of a model's copy with the model's own names; a cast that the model has not gets that of what it casts."""
+    """Return rows of a model's copy under the model's own names; other casts are named after what they cast."""
     names = {_place(row): row.node for row in rows}
 
     def named(row: Range) -> str:
@@ -233,7 +236,7 @@ def _named_as(rows: list[Range], seen: list[Range]) -> list[Range]:
 
 
 def _place(row: Range) -> tuple[str, ...]:
-    """What names a place in both dtypes: casts are named for theirs."""
+    """Return a name of a place that is the same in both dtypes: casts are named for theirs."""
     dtype = row.dtype.replace("bfloat16", "low").replace("float16", "low")
     name = row.node.replace("_bf16", "_low").replace("_f16", "_low") if row.op == "cast" else row.node
     return name, row.kind, row.phase, row.module, row.op, dtype

@@ -1,4 +1,4 @@
-"""Which rounding flipped a route: a top-k, an argmax or a comparison that decided otherwise than the reference.
+"""Find roundings that flipped a route: a top-k, an argmax or a comparison that decided otherwise than the reference.
 
 No row of an audit says so, as the bend of a route that flipped has all of it. Here the forward runs again in the
 reference's dtype for each place that rounds, with that rounding alone.
@@ -18,8 +18,8 @@ from fxprec.inspection.nodes import short_paths, source_line
 from fxprec.numerics.kept import kept
 from fxprec.passes.graph.annotations import module_path
 from fxprec.tape.attribution import observe
-from fxprec.tape.origin import Origin
-from fxprec.tape.replay import Replay, Step, Steps
+from fxprec.tape.origin import OpOrigin
+from fxprec.tape.replay import ForwardRecorder, Replay, ReplayStep
 
 #: Causes of a flip that are printed.
 _SHOWN: Final = 3
@@ -27,7 +27,7 @@ _SHOWN: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A rounding that flips elements of a decision alone.
+    """Rounding that alone flips elements of a decision.
 
     Attributes:
         node, kind, graph: as of a row of the ledger: its row has the same.
@@ -42,7 +42,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An op that decided otherwise than the reference: it read floats, and gave indices or a mask.
+    """Op that decided otherwise than the reference: it read floats, and gave indices or a mask.
 
     Attributes:
         node: name of the node; of the op outside of the graphs.
@@ -65,7 +65,7 @@ class Route:
     by_none: int
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -78,16 +78,16 @@ class Route:
 
 @dataclass(slots=True)
 class _Flips:
-    """What is known of one decision, summed over batches."""
+    """Flips of one decision, summed over batches."""
 
     flipped: int = 0
     count: int = 0
     by_none: int = 0
-    causes: dict[Origin, int] = field(default_factory=dict)
+    causes: dict[OpOrigin, int] = field(default_factory=dict)
 
 
 class Routes:
-    """The decisions of a model that flip, while batches come in.
+    """Decisions of a model that flip, while batches come in.
 
     Attributes:
         remarks: what is not looked into.
@@ -95,29 +95,30 @@ class Routes:
 
     def __init__(self) -> None:
         self.remarks: dict[str, None] = {}
-        self._found: dict[tuple[Origin, str], _Flips] = defaultdict(_Flips)
+        self._found: dict[tuple[OpOrigin, str], _Flips] = defaultdict(_Flips)
 
     def add(self, model: nn.Module, run: Callable[[], object], reference: torch.dtype) -> None:
         """Run a batch, and where decisions flip once more for each place that rounds before the last of them."""
         done = False
         while not done:
-            steps = Steps(reference, model)
+            steps = ForwardRecorder(reference, model)
             with kept(model):
                 done = observe(model, steps, run) is not None
                 if done:
                     self._add(steps.steps, Replay(steps))
 
     def found(self) -> tuple[Route, ...]:
-        """Those that flipped, in the order of running."""
+        """Return the decisions that flipped, in the order of running."""
         return tuple(_route(*key, flips) for key, flips in self._found.items() if flips.flipped)
 
-    def _add(self, steps: Sequence[Step], replay: Replay) -> None:
+    def _add(self, steps: Sequence[ReplayStep], replay: Replay) -> None:
         low = {(number, output): each for number, step in enumerate(steps) for output, each in step.decided.items()}
         exact, stopped = replay.decided((), max((number for number, _ in low), default=-1))
         flipped = {key: low[key] != each for key, each in exact.items() if each.shape == low[key].shape}
+        # Roundings behind the last flip cannot have caused one.
         last = max((number for (number, _), each in flipped.items() if bool(each.any())), default=-1)
         rounding = dict.fromkeys(step.operation.origin for step in steps[: last + 1] if step.rounds)
-        alone: dict[Origin, Mapping[tuple[int, int], Tensor]] = {}
+        alone: dict[OpOrigin, Mapping[tuple[int, int], Tensor]] = {}
         if stopped is not None:
             self.remarks[f"routes behind {stopped.name} are not known: shapes are others there"] = None
         ended: list[str] = []
@@ -131,6 +132,7 @@ class Routes:
             known = self._found[operation.origin, operation.name]
             known.count += each.numel()
             known.flipped += int(each.sum())
+            # An element is left where no rounding alone gives the run's decision.
             left = each.clone()
             for origin, decided in alone.items() if bool(each.any()) else ():
                 is_known = key in decided and decided[key].shape == each.shape
@@ -140,7 +142,7 @@ class Routes:
             known.by_none += int(left.sum())
 
 
-def _route(origin: Origin, op: str, flips: _Flips) -> Route:
+def _route(origin: OpOrigin, op: str, flips: _Flips) -> Route:
     node = origin.node
     causes = sorted(flips.causes.items(), key=lambda cause: -cause[1])
     return Route(

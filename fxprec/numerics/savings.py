@@ -62,6 +62,7 @@ def with_savings(problem: Problem, ledger: Ledger, batches: Sequence[Batch], aud
     wanted: list[Names] = []
     shares: dict[Names, float] = {}
     for row in ledger.rows:
+        # A row that is mostly bend has its cause elsewhere: in the op that decided over its indices.
         bends = row.bend**2 > max(row.squares, _LEAST * total)
         names = (_route(row, nodes) if bends else ()) or _override(row, nodes, weights)
         wanted.append(names)
@@ -77,6 +78,7 @@ def with_savings(problem: Problem, ledger: Ledger, batches: Sequence[Batch], aud
             trial = replace(problem, model=converted_anew(problem.model, policy=policy))
             after = [audited(trial, batch) for batch in batches]
             other = _signatures(trial.model)
+            # Nodes that are the same in both models differ by chance: their squares are left out on both sides.
             same = {name for name in own if own[name] == other.get(name)}
             gone = [_gone(one, two, same) for one, two in zip(before, after, strict=True)]
             measured[names] = saved(start, gone)
@@ -114,7 +116,7 @@ def _gone(before: Ledger, after: Ledger, same: Container[str]) -> float:
 
 
 def _signatures(model: nn.Module) -> dict[str, frozenset[object]]:
-    """Return of each node and weight what its roundings depend on: its dtypes, and who reads them."""
+    """Return for each node and weight the facts that its roundings depend on: its dtypes, and who reads them."""
     nodes, weights = _nodes(model)
     found: dict[str, set[object]] = {}
     for (_, name), node in nodes.items():

@@ -1,4 +1,4 @@
-"""A training step that can be run again, op by op, and its first fault: forward, loss and backward."""
+"""A training step that can be run again, op by op: forward, loss and backward, and its first fault."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fxprec.tape.recorder import Decision
 
 
 class Results(NamedTuple):
-    """What a step gave.
+    """Results of a step.
 
     Attributes:
         what: the values are called: "loss" or "outputs".
@@ -37,7 +37,7 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A step that ran.
+    """Step that ran, with its first fault.
 
     Attributes:
         fault: the birth of the first value that is not finite and counts, and what it reached.
@@ -55,24 +55,24 @@ class Run:
 
     @property
     def is_scaled_too_far(self) -> bool:
-        """Whether gradients are not finite, or were not on the way."""
+        """Flag of gradients that are not finite, or were not on the way."""
         return self.fault is not None and (self.swallowed is None or self.fault[0].origin.backward)
 
 
 @dataclass(frozen=True, slots=True)
-class Step(ABC):
-    """A step of a converted model, at a loss scale. Whatever runs, the model is left as it was."""
+class TrainingStep(ABC):
+    """Training step of a converted model, at a loss scale. Whatever runs, the model is left as it was."""
 
     model: nn.Module
     scale: float
 
     @abstractmethod
-    def at(self, scale: float) -> Step:
-        """The same at another loss scale."""
+    def at(self, scale: float) -> TrainingStep:
+        """Return the step at another loss scale."""
 
     @abstractmethod
-    def on(self, model: nn.Module) -> Step:
-        """The same of a copy of the model."""
+    def on(self, model: nn.Module) -> TrainingStep:
+        """Return the step of a copy of the model."""
 
     @abstractmethod
     def run(self) -> Results:
@@ -80,16 +80,19 @@ class Step(ABC):
 
     @abstractmethod
     def brought(self) -> Iterator[tuple[Tensor, Source]]:
-        """What is there before, beside weights and buffers."""
+        """Yield tensors that are there before the step, beside weights and buffers."""
 
     def watched(self, flushed: bool, watching: Callable[..., Births] = Births) -> Run:
-        """As the model runs it, op by op; ``flushed``: what became 0 is followed as well; ``watching``: by whom.
+        """Run the step op by op and return its first fault.
+
+        With ``flushed``, values that became 0 are followed as well; ``watching`` makes the mode that follows them.
 
         Where an op swallowed inf or nan before anything else was at fault, the step runs once more beside a reference,
         which tells whether that is one: but for a watch that changes values, beside which there is no reference.
         """
         births, results = observed(self.model, self.run, lambda weights: watching(self._sources(), weights, flushed))
         found = _judged(births, results)
+        # A mode that changes values has no reference to compare with.
         if watching is not Births or _first(births, found) is None:
             return found
         beside, results = compared(self.model, self.run, self._sources, flushed)
@@ -103,17 +106,17 @@ class Step(ABC):
         return replace(found, fault=(replace(first.birth, remarks=remarks), ""), swallowed=first)
 
     def decisions(self) -> tuple[Decision, ...]:
-        """Numbers that Python reads, and that a reference beside the run has otherwise."""
+        """Return numbers that Python reads, and that a reference beside the run has otherwise."""
         return tuple(compared(self.model, self.run, self._sources)[0].recorder.decisions)
 
     def as_it_is(self) -> Run:
-        """As the model runs it, with nobody looking at its ops."""
+        """Run the step as the model runs it, without looking at its ops."""
         with kept(self.model):
             results = self.run()
         return Run(None, results.gradients, None, results.is_finite)
 
     def in_fp32(self) -> Run | None:
-        """As the original model runs it, unscaled; None: it does not run without being converted."""
+        """Run the original model's step, unscaled; None where it does not run without being converted."""
         with original(self.model):
             try:
                 return self.at(1.0).as_it_is()
@@ -129,7 +132,7 @@ class Step(ABC):
 
 
 def _first(births: Births, found: Run) -> Swallow | None:
-    """The first fault that was swallowed, if none that reached something was before it."""
+    """Return the first swallowed fault, if none that reached something was before it."""
     first = births.first_swallowed
     late = first is not None and found.fault is not None and found.fault[0].number <= first.birth.number
     return None if late else first
@@ -137,6 +140,7 @@ def _first(births: Births, found: Run) -> Swallow | None:
 
 def _judged(births: Births, results: Results) -> Run:
     faults = [(birth, results.what) for birth in map(births.birth, results.values) if birth is not None]
+    # A loss that is not finite explains its gradients: only a finite one leaves them to ask.
     if not faults:
         found = ((births.birth(dense(gradient)), name) for name, gradient in results.gradients.items())
         faults = [(birth, f"the gradient of {name}") for birth, name in found if birth is not None]
@@ -145,15 +149,15 @@ def _judged(births: Births, results: Results) -> Run:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Path -> gradient, of the parameters that have one."""
+    """Return path -> gradient, of the parameters that have one."""
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The values of a tensor that may be sparse."""
+    """Return the values of a tensor that may be sparse."""
     return tensor if tensor.layout is torch.strided else tensor.coalesce().values()
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all of it is; it may be sparse."""
+    """Return whether all values are finite, also of a sparse tensor."""
     return bool(dense(tensor).isfinite().all())

@@ -1,4 +1,4 @@
-"""What is known of a model before its policy is tuned: its graphs, what their roundings cost, what a policy gives."""
+"""Study a model before its policy is tuned: its graphs, what their roundings cost, what a policy gives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from fxprec.errors import ConversionError
 from fxprec.inspection.nodes import op_name, places
 from fxprec.model.module import conversion_of
-from fxprec.numerics.audit import NotFiniteError, Reads, ledger_of
+from fxprec.numerics.audit import InputErrors, NotFiniteError, ledger_of
 from fxprec.numerics.fewer_lines import Words, in_fewer_lines, overridden
 from fxprec.numerics.kept import kept as unchanged
 from fxprec.numerics.ledger import Ledger
@@ -36,7 +36,7 @@ from fxprec.tape.nodes import inputs_of
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What is known of a model: its graphs before any decision, and what their roundings cost.
+    """Original graphs of a model, before any decision, with the cost of each rounding.
 
     Attributes:
         graphs: of the original program, annotated with ops, dtypes and sizes.
@@ -58,7 +58,7 @@ class Study:
 
     @classmethod
     def of(cls, problem: Problem, settings: Settings, batches: Sequence[Batch]) -> Study:
-        """Capture the original program, and audit all that may be low at once."""
+        """Capture the original program, and audit it with all low that may be."""
         costs = settings.device_costs
         if settings.dtype not in costs.curves:
             raise ConversionError(
@@ -67,13 +67,14 @@ class Study:
         gradients = torch.is_grad_enabled() and any(p.requires_grad for p in problem.model.parameters())
         context = replace(settings.context(gradients), costs=costs)
         graphs = _original_graphs(problem, batches)
+        # What overflows where it is low is no choice: it is kept in FP32, and the audit begins anew.
         kept: list[str] = []
         while True:
             policy = settings.policy.override(nodes=dict.fromkeys(kept, torch.float32))
             trade = TradeOff(graphs, replace(context, policy=policy), {}, {})
             low = {node.name: settings.dtype for node in trade.choices if not _is_served(node, context)}
             trial = under(problem.model, policy=policy.override(nodes=low), lower="always")
-            reads = Reads(settings.dtype)
+            reads = InputErrors(settings.dtype)
             ledger, fault = None, None
             try:
                 ledger = ledger_of(Problem(trial, problem.loss), batches, opened=True, reads=reads, signs=True)
@@ -97,24 +98,26 @@ class Study:
 
     @property
     def all_low(self) -> list[bool]:
-        """The assignment in which no choice is FP32."""
+        """Assignment in which no choice is FP32."""
         full = [*self.trade.cut(0.0).full]
         for variable in self.trade.choices.values():
             full[variable] = False
         return full
 
     def decided(self, policy: Policy) -> Outcome:
-        """What a policy gives."""
+        """Return the error and the time that a policy gives."""
         costs = self.context.costs if self.lower != "always" else None
         for gm in self.graphs:
             decide(gm, replace(self.context, policy=policy, costs=costs))
         return self.trade.decided()
 
     def policy_for(self, wanted: Outcome, base: Outcome) -> tuple[Policy, tuple[Line, ...], Outcome]:
-        """Overrides of the ops that the policy decides otherwise: first of those that set others' dtypes."""
+        """Return overrides of the ops that the policy decides otherwise: first of those that set others' dtypes."""
         nodes: dict[str, torch.dtype] = {}
         known = {node: wanted.full[variable] for node, variable in self.trade.choices.items()}
         known |= {node: True for gm in self.graphs for node in gm.graph.nodes if node.name in self.kept}
+        # Overrides of leading ops move the ops that follow: only what is still otherwise after them gets its own, and
+        # that once more.
         for leads in (True, False, False):
             self.decided(self.context.policy.override(nodes=nodes))
             for node, full in known.items():
@@ -128,7 +131,7 @@ class Study:
         return policy, self._lines(nodes, words, base, reached), reached
 
     def _words(self, nodes: Mapping[str, torch.dtype]) -> dict[str, Words]:
-        """How to tell of these overrides in fewer lines."""
+        """Return shorter patterns for these overrides."""
         everywhere = [place.node for gm in self.graphs for place in places(0, gm)]
 
         def decisions(words: Mapping[str, Words]) -> list[tuple[object, ...]] | None:
@@ -145,7 +148,7 @@ class Study:
     def _lines(
         self, nodes: Mapping[str, torch.dtype], words: Mapping[str, Words], base: Outcome, reached: Outcome
     ) -> tuple[Line, ...]:
-        """Each decision, with what taking it back alone would change."""
+        """Return a line for each decision, with what taking it back alone would change."""
         found: dict[str, Line] = {}
         for node in (node for gm in self.graphs for node in gm.graph.nodes if node.name in nodes):
             share, seconds = 0.0, 0.0
@@ -164,7 +167,7 @@ class Study:
         return tuple(sorted(found.values(), key=lambda line: -abs(line.share)))
 
     def why_not(self, error: float | None, time: float | None, start: Outcome) -> str:
-        """A budget cannot be met: which can."""
+        """Explain why a budget cannot be met, and name one that can."""
         if error is not None:
             least = self.trade.cut(EXACT)
             left, fraction = math.sqrt(least.square + self.constant), least.seconds / start.seconds
@@ -178,7 +181,7 @@ class Study:
     def remarks(
         self, start: Outcome, base: Outcome, wanted: Outcome, reached: Outcome, error: float | None
     ) -> Iterator[str]:
-        """What else is to be known; ``base``: of the policy without overrides; ``error``: the budget, if it is one."""
+        """Yield remarks; ``base``: of the policy without overrides; ``error``: the budget, if it is one."""
         if base is not start:
             yield "the policy is of level O1, which lowers: its lines say what is otherwise than there"
         if error is not None and start.square + self.constant <= error**2:
@@ -202,7 +205,7 @@ class Study:
         yield from self._stay_low()
 
     def _stay_low(self) -> Iterator[str]:
-        """Ops that are no choice, as nobody knows what they cost; those of a reason together."""
+        """Yield ops that are no choice, as nobody knows what they cost; those of a reason together."""
         reasons: dict[str, list[str]] = defaultdict(list)
         for node, why in self.trade.unpriced.items():
             reasons[why].append(node.name)
@@ -211,7 +214,7 @@ class Study:
 
 
 def _original_graphs(problem: Problem, batches: Sequence[Batch]) -> tuple[GraphModule, ...]:
-    """Of the program as it is without a conversion, with sizes."""
+    """Return the graphs of the program as it is without a conversion, with sizes."""
     rules = conversion_of(problem.model).settings.policy.rules
     trial = under(problem.model, policy=Policy("O0", (), rules), lower="always")
     with unchanged(trial):
@@ -223,7 +226,7 @@ def _original_graphs(problem: Problem, batches: Sequence[Batch]) -> tuple[GraphM
 def _squares(
     ledger: Ledger, low: Sequence[GraphModule], graphs: Sequence[GraphModule], trade: TradeOff
 ) -> tuple[dict[Node, float], float]:
-    """Value of the original graphs -> the mean square error of its rounding; and what belongs to none.
+    """Return value -> mean square error of its rounding, for the original graphs, and the error that belongs to none.
 
     What a cast loses counts for what it casts.
     """
@@ -237,6 +240,7 @@ def _squares(
         if row.kind == "node" and row.graph < len(graphs):
             prefix, _, _ = row.node.rpartition(".")
             inner = made[row.graph][row.node]
+            # A cast in the rewritten graph has no node in the original one: its rounding is that of the value it casts.
             while inner.target in CASTS or (notes(inner).op.name == "to" and inner.all_input_nodes):
                 inner = inner.all_input_nodes[0]
             node = names[row.graph].get(f"{prefix}.{inner.name}" if prefix else inner.name)
@@ -249,9 +253,9 @@ def _squares(
 
 
 def _squares_of_reads(
-    ledger: Ledger, reads: Reads, graphs: Sequence[GraphModule], trade: TradeOff
+    ledger: Ledger, reads: InputErrors, graphs: Sequence[GraphModule], trade: TradeOff
 ) -> dict[tuple[Node, Node], float]:
-    """(Value, reader) of the original graphs -> the mean square error that rounding the value for that reader adds."""
+    """Return (value, reader) -> the mean square error that rounding the value for that reader adds."""
     names = _names(graphs)
     count = len(reads.batches)
     known: dict[tuple[Node, Node], list[float]] = defaultdict(lambda: [0.0] * count)
@@ -265,7 +269,7 @@ def _squares_of_reads(
     heirs = trade.heirs()
 
     def moves(value: Node) -> list[Node]:
-        """Those that hand a value on without any op: views. Rounding one of them is rounding it for all its readers."""
+        """Return users that hand a value on without any op: views. Rounding one is rounding it for all its readers."""
         users = [
             user
             for user in value.users
@@ -288,16 +292,16 @@ def _squares_of_reads(
 
 
 def _names(graphs: Sequence[GraphModule]) -> list[dict[str, Node]]:
-    """Of each graph name -> node, with those of the bodies that it calls."""
+    """Return for each graph name -> node, with those of the bodies that it calls."""
     return [{place.name: place.node for place in places(0, gm)} for gm in graphs]
 
 
 def _is_served(node: Node, context: Context) -> bool:
-    """Whether a kernel reads and writes low, and computes in FP32 inside: which of them it is follows from others."""
+    """Return whether a kernel reads and writes low, and computes in FP32 inside: its dtypes follow from others."""
     row = facts_of(notes(node).op.name)
     return context.native_mixed and (context.device in row.mixed or row.dtype_keyword)
 
 
 def _leads(node: Node) -> bool:
-    """Whether the dtypes of others follow from the op's, and not its from theirs."""
+    """Return whether the dtypes of others follow from the op's, and not its from theirs."""
     return facts_of(notes(node).op.name).rule in (Rule.LOW, Rule.FULL)

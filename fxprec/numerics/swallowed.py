@@ -1,4 +1,4 @@
-"""Find an overflow that no result shows: what became inf in the run, and not in the reference, and was made finite.
+"""Find an overflow that no result shows: an inf of the run that the reference has not, and that was made finite again.
 
 ::
 
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.model.module import conversion_of
-from fxprec.numerics.births import Birth, Births, Call, Source, first_of, observed
+from fxprec.numerics.births import Birth, Births, OpCall, Source, first_of, observed
 from fxprec.numerics.masks import Masks, is_fault
 from fxprec.tape.attribution import written_by
-from fxprec.tape.origin import Origin
-from fxprec.tape.recorder import Recorder
+from fxprec.tape.origin import OpOrigin
+from fxprec.tape.recorder import OpRecorder
 from fxprec.torch_internals import storage_key, tree_leaves
 
 R = TypeVar("R")
@@ -33,7 +33,7 @@ _OTHER: Final = 0.1
 
 
 class Compared(Births):
-    """While it is on: births beside a reference, which tells the faults among those that were swallowed.
+    """Births beside a reference, which tells the faults among those that were swallowed.
 
     Args:
         model: converted.
@@ -50,7 +50,7 @@ class Compared(Births):
         flushed: bool = False,
     ) -> None:
         super().__init__(sources, weights, flushed)
-        self.recorder = Recorder(reference, model)
+        self.recorder = OpRecorder(reference, model)
         self._masks = Masks(self._is_constant)
         self._faults: dict[int, Birth] = {}  # by identity
         self._before: dict[int, Tensor] = {}  # id of a tensor that the op writes to -> the reference's values before
@@ -59,7 +59,7 @@ class Compared(Births):
         super().begin(shadows)
         self.recorder.begin(shadows)
 
-    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: OpOrigin) -> Any:
         """Run an op, and run it in the reference."""
         written = written_by(function, args, kwargs)
         self._before = {
@@ -69,21 +69,23 @@ class Compared(Births):
         }
         return self.recorder.op(function, args, kwargs, origin)
 
-    def wrote(self, call: Call, made: Sequence[Tensor]) -> None:
+    def wrote(self, call: OpCall, made: Sequence[Tensor]) -> None:
         for result in made:
             self._masks.note(call, result, self._exact(result), self._read)
 
-    def born(self, call: Call, result: Tensor, inherited: Sequence[tuple[Tensor, Birth]]) -> Birth:
-        """As of all, and a fault goes before what the reference has as well."""
+    def birth_of(self, call: OpCall, result: Tensor, inherited: Sequence[tuple[Tensor, Birth]]) -> Birth:
+        """Return the birth of what is not finite in a result; a fault goes before what the reference has as well."""
         faults = [birth for _, birth in inherited if self.counts(birth)]
         if faults:
             return min(faults, key=lambda birth: birth.number)
         own = is_fault(result, self._exact(result), self._masks.of(result))
         wide = call.wide(result)
+        # With infinities among its inputs, an op is at fault only where it has a value in float64 that they do not
+        # explain.
         if inherited:
             own = own & wide.isfinite() if wide is not None else torch.zeros_like(own)
         if not bool(own.any()):
-            return super().born(call, result, inherited)
+            return super().birth_of(call, result, inherited)
         return self._noted(call.birth(result, self._flushed, own))
 
     def came_in(self, tensor: Tensor, source: Source) -> Birth:
@@ -99,8 +101,8 @@ class Compared(Births):
         pairs = [(result.to(exact.dtype), exact) for result in made for exact in (self._exact(result),)]
         return any(bool(((low - exact).abs() > _OTHER * exact.abs()).any()) for low, exact in pairs)
 
-    def example(self, call: Call, read: Sequence[Tensor], made: Sequence[Tensor]) -> str:
-        """``0 where the reference has 0.0031``: the element furthest off of those that inf or nan came into."""
+    def example(self, call: OpCall, read: Sequence[Tensor], made: Sequence[Tensor]) -> str:
+        """Show the element furthest off of those that inf or nan came into: ``0 where the reference has 0.0031``."""
         for result in made:
             exact = self._exact(result)
             error = (result.to(exact.dtype) - exact).abs().nan_to_num(0.0)
@@ -141,6 +143,6 @@ def compared(
     sources: Callable[[], Iterable[tuple[Tensor, Source]]] = tuple,
     flushed: bool = False,
 ) -> tuple[Compared, R]:
-    """Run something on a converted model beside a reference: float64 on a CPU, elsewhere FP32, as ``audit`` has it."""
+    """Run a converted model beside a reference: float64 on a CPU, elsewhere FP32, as ``audit`` has it."""
     reference = torch.float64 if conversion_of(model).settings.device == "cpu" else torch.float32
     return observed(model, run, lambda weights: Compared(model, reference, sources(), weights, flushed))

@@ -1,4 +1,4 @@
-"""The same model with other settings: a copy, to see what a change would give."""
+"""Copy a model under other settings, to see what a change would give."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def converted_anew(model: nn.Module, **changed: Any) -> nn.Module:
 
 
 def under(model: nn.Module, **changed: Any) -> nn.Module:
-    """A copy of a converted model, converted with its settings, but for those that are given."""
+    """Return a copy of a converted model, converted with its settings, but for those that are given."""
     settings = conversion_of(model).settings
     copied = copy.deepcopy(model)
     take_off(copied)

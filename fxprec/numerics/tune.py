@@ -1,4 +1,4 @@
-"""A policy that is measured: the fastest within an error of the loss, or the most exact within a time."""
+"""Tune a policy by measurement: the fastest within an error of the loss, or the most exact within a time."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def tune(
 
 
 class _Told(list[Batch]):
-    """Batches of which somebody is told whenever one is taken."""
+    """List of batches that reports whenever one is taken."""
 
     def __init__(self, what: str, batches: Iterable[Batch], say: Callable[[str], None]) -> None:
         super().__init__(batches)
@@ -96,7 +96,7 @@ def search(
     time: float | None,
     say: Callable[[str], None],
 ) -> Tuned:
-    """As ``tune``; ``say`` is told what is done, as that takes a while."""
+    """Search as ``tune`` does; ``say`` is told what is done, as that takes a while."""
     problem = Problem.of(model, loss, "tune")
     settings = _settings_of(model)
     lowering = replace(settings.policy, level="O1") if settings.policy.level == "O0" else settings.policy
@@ -114,6 +114,7 @@ def search(
         found, asked = most_exact_within(study.trade, time * start.seconds), f"at most {time:g} of the time"
     if found is None:
         raise ValueError(study.why_not(error, time, start))
+    # The bisection ends near a budget, not at the best within it: the start may be better in both.
     if start.square <= found.square and start.seconds <= found.seconds:
         found = start
     policy, lines, reached = study.policy_for(found, base)
@@ -192,7 +193,7 @@ def _check_budget(error: float | None, time: float | None) -> None:
 
 
 def _split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Those to audit, and those to measure on."""
+    """Return batches to audit, and batches to measure on."""
     if len(batches) < 2:
         raise ValueError(f"tune wants at least two batches, one of them to measure on; there is {len(batches)}")
     step = min(_HELD_OUT, len(batches))
@@ -201,13 +202,14 @@ def _split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
 
 
 def _times(models: Sequence[nn.Module], loss: Loss | None, batches: Sequence[Batch]) -> list[float]:
-    """Seconds of a step of each model, measured in turns: the median of the steps."""
+    """Return seconds of a step of each model, measured in turns: the median of the steps."""
     taken: list[list[float]] = [[] for _ in models]
     with contextlib.ExitStack() as stack:
         for each in models:
             stack.enter_context(kept(each))
         until = clock.perf_counter() + _SECONDS
         batches = [*itertools.islice(itertools.cycle(batches), max(_STEPS, len(batches)))]
+        # In turns, so that a change of the machine's clock or load meets both models.
         while True:
             for batch in batches:
                 for model, own in zip(models, taken, strict=True):
@@ -217,7 +219,7 @@ def _times(models: Sequence[nn.Module], loss: Loss | None, batches: Sequence[Bat
 
 
 def _seconds_of_step(problem: Problem, batch: Batch) -> float:
-    """Of forward and, where weights want gradients, backward."""
+    """Return the seconds of forward and, where weights want gradients, backward."""
     began = clock.perf_counter()
     values, _ = problem.step(batch, 1.0)
     if values[0].is_cuda:

@@ -1,4 +1,4 @@
-"""What ``tune`` gives: a policy, each of its lines with its reason, and what was predicted beside what was measured."""
+"""The result of ``tune``: a policy, each of its lines with its reason, and predictions beside measurements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COLUMNS: Final = ("error saved", "time", "becomes", "override", "nodes", "ops",
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What the policy decides otherwise of one node.
+    """Decision of the policy on one node that is otherwise than before.
 
     Attributes:
         node: name of the node.
@@ -50,7 +50,7 @@ class Line:
 
 
 def told(lines: Sequence[Line], against: str = "the start") -> str:
-    """The reason of one override: ``2 linear of blocks.0-1.up: 0.1 of the start's mean square error less, +3 us``."""
+    """Write an override's reason: ``2 linear of blocks.0-1.up: 0.1 of the start's mean square error less, +3 us``."""
     overflowing = sum(line.overflows for line in lines)
     whys = [f"{overflowing} overflow where they are low"] if overflowing else []
     if overflowing < len(lines):
@@ -61,7 +61,7 @@ def told(lines: Sequence[Line], against: str = "the start") -> str:
 
 
 def _written(lines: Sequence[Line]) -> tuple[str, str]:
-    """Table and line of an override in a file."""
+    """Return table and line of an override in a file."""
     kind, pattern = lines[0].override
     return f"[{kind}]", f"{json.dumps(pattern, ensure_ascii=False)} = {json.dumps(lines[0].precision)}"
 
@@ -100,7 +100,7 @@ def _places(lines: Sequence[Line]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of a policy.
+    """Errors and times of a policy, predicted and measured.
 
     Attributes:
         predicted_error: root mean square of the error of the loss, or of the length of the outputs' if there is none,
@@ -146,16 +146,16 @@ class Tuned:
 
     @property
     def predicted_time(self) -> float:
-        """Of a step, as a fraction of the start's."""
+        """Predicted time of a step, as a fraction of the start's."""
         return self.tuned.predicted_seconds / self.start.predicted_seconds
 
     @property
     def measured_time(self) -> float:
-        """Of a step, as a fraction of the start's."""
+        """Measured time of a step, as a fraction of the start's."""
         return self.tuned.measured_seconds / self.start.measured_seconds
 
     def to_toml(self) -> str:
-        """The policy as a file, with a comment a line."""
+        """Return the policy as a file, with a comment a line."""
         convert = [f"Convert with: {self.how}"] if self.how else []
         text = [f"# {line}" for line in (self.headline, *self.remarks, *convert)]
         why, table = {_written(lines): told(lines, self.against) for lines in self.overrides()}, ""
@@ -165,14 +165,14 @@ class Tuned:
         return "\n".join([*text, ""])
 
     def overrides(self) -> list[tuple[Line, ...]]:
-        """The lines, those of an override together."""
+        """Return the lines, those of an override together."""
         found: dict[tuple[str, str], list[Line]] = {}
         for line in self.lines:
             found.setdefault(line.override, []).append(line)
         return [tuple(lines) for lines in found.values()]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         return {
             "asked": self.asked,
             "target": self.target,

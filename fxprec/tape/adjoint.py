@@ -1,4 +1,4 @@
-"""The error of a run, told op by op: two columns that add up to it exactly.
+"""Split the error of a run by ops: two columns that add up to it exactly.
 
 For an op with low inputs and low result, and the reference's inputs and result::
 
@@ -26,15 +26,15 @@ import torch
 from torch import Tensor
 
 from fxprec.tape.full_fp32 import full_fp32
-from fxprec.tape.memory import Place
+from fxprec.tape.memory import TensorPlace
 from fxprec.tape.operation import Operation
-from fxprec.tape.recorder import Recorder
-from fxprec.tape.vjp import Inputs, Result, inner, pull
+from fxprec.tape.recorder import OpRecorder
+from fxprec.tape.vjp import Inputs, OpResult, inner, pull
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
-    """What one op adds to the error of the target.
+class ErrorTerm:
+    """Part of one op in the error of the target.
 
     Attributes:
         operation: the op.
@@ -52,25 +52,25 @@ class Term:
     bend: float
     lost: float
     size: float
-    results: Mapping[int, Result]
+    results: Mapping[int, OpResult]
     reads: Mapping[int, float] = field(default_factory=dict)
     lacking: Mapping[str, float] = field(default_factory=dict)
 
 
-def measured(recorder: Recorder, targets: Sequence[tuple[Place, Tensor]]) -> float:
-    """The error of the sum of <weight, value at place> over the targets: low minus reference."""
+def measured(recorder: OpRecorder, targets: Sequence[tuple[TensorPlace, Tensor]]) -> float:
+    """Return the error of the sum of <weight, value at place> over the targets: low minus reference."""
     inputs = Inputs(recorder.memory)
     return sum(inner(weight, inputs.error(place)) for place, weight in targets)
 
 
-def terms(recorder: Recorder, targets: Sequence[tuple[Place, Tensor]]) -> Iterator[Term]:
-    """The terms of all ops that have a part in the targets, last op first. They use up the recorder's memory.
+def terms(recorder: OpRecorder, targets: Sequence[tuple[TensorPlace, Tensor]]) -> Iterator[ErrorTerm]:
+    """Yield the terms of all ops that have a part in the targets, last op first. They use up the recorder's memory.
 
     Args:
         recorder: of the run.
         targets: (place, weight in the reference's dtype): the target is the sum of <weight, value>.
     """
-    walk = _Walk(recorder)
+    walk = _AdjointWalk(recorder)
     for place, weight in targets:
         walk.add(place, weight)
     while recorder.operations:
@@ -81,24 +81,25 @@ def terms(recorder: Recorder, targets: Sequence[tuple[Place, Tensor]]) -> Iterat
         walk.leave(operation)
 
 
-class _Walk:
-    """The way backwards: adjoints of storages, as vectors in the reference's dtype (of complex ones as pairs)."""
+class _AdjointWalk:
+    """Backward walk over the ops: adjoints of storages, as vectors in the reference's dtype (complex as pairs)."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OpRecorder) -> None:
         self._memory, self._rounded = recorder.memory, recorder.rounded
         self._adjoints: dict[int, Tensor] = {}
         # What no op has made has no error: nobody asks for its adjoint, unless it is what a node would read rounded.
         self._made = {place.storage for operation in recorder.operations for place in operation.outputs}
         self._made |= {place.storage for operation in recorder.operations for place in operation.inputs}
 
-    def term(self, operation: Operation) -> Term | None:
-        """Of one op; its writes are undone. None: it has no part in the target."""
+    def term(self, operation: Operation) -> ErrorTerm | None:
+        """Return the term of one op, and undo its writes; None where it has no part in the target."""
         drawn = operation.drawn(self._memory.low)
         results = self._results(operation)
         if not results:
             return None
+        # The reference has the run's random numbers: they are nobody's error.
         if operation.draws:
-            return Term(operation, 0.0, 0.0, 0.0, 0.0, results)
+            return ErrorTerm(operation, 0.0, 0.0, 0.0, 0.0, results)
         with full_fp32():
             pulled = pull(operation, Inputs(self._memory), results, drawn, self._made)
         reads: dict[int, float] = {}
@@ -107,37 +108,40 @@ class _Walk:
                 position = operation.inputs[place]
                 reads[position] = reads.get(position, 0.0) + inner(gradient, self._rounding(place, self._rounded))
             self.add(place, gradient)
-        return Term(operation, pulled.rounding, pulled.bend, pulled.lost, pulled.size, results, reads, pulled.lacking)
+        return ErrorTerm(
+            operation, pulled.rounding, pulled.bend, pulled.lost, pulled.size, results, reads, pulled.lacking
+        )
 
-    def _rounding(self, place: Place, dtype: torch.dtype) -> Tensor:
-        """What the reference's value loses in a dtype; what that cannot hold saturates."""
+    def _rounding(self, place: TensorPlace, dtype: torch.dtype) -> Tensor:
+        """Return what rounding loses of the reference's value in a dtype; what that cannot hold saturates."""
         exact, limits = self._memory.exact(place), torch.finfo(dtype)
         return exact.clamp(limits.min, limits.max).to(dtype).to(exact.dtype) - exact
 
     def leave(self, operation: Operation) -> None:
-        """Let go what the op has made."""
+        """Drop what the op has made."""
         for place in operation.outputs[: len(operation.fresh)]:
             self._adjoints.pop(place.storage, None)
             self._memory.forget(place)
 
-    def _results(self, operation: Operation) -> dict[int, Result]:
+    def _results(self, operation: Operation) -> dict[int, OpResult]:
         memory, found = self._memory, {}
         fresh = len(operation.fresh)
         for number, place in enumerate(operation.outputs):
             if not place.is_float or place.storage not in self._adjoints:
                 continue
             weight, low = place.of(self._adjoints[place.storage]), memory.low(place)
+            # A write overwrites: the adjoint of what stood there before does not come through this op.
             if number >= fresh:
                 adjoint, (weight, low) = weight, (weight.clone(), low.clone())
                 adjoint.zero_()
             if bool(weight.any()):
-                found[number] = Result(weight, low, memory.error(place))
+                found[number] = OpResult(weight, low, memory.error(place))
         for place, (low_before, exact_before) in zip(operation.outputs[fresh:], operation.before, strict=True):
             memory.low(place).copy_(low_before)
             memory.write_exact(place, exact_before)
         return found
 
-    def add(self, place: Place, gradient: Tensor) -> None:
+    def add(self, place: TensorPlace, gradient: Tensor) -> None:
         """Add to the adjoint of a place, of which several elements may be one in memory."""
         if place.conjugate or place.negative:
             gradient = gradient.conj() if place.conjugate else -gradient
@@ -152,6 +156,7 @@ class _Walk:
                 place.of(flat).copy_(gradient)
                 return
             flat.zero_()
+        # An expanded dimension is one element in memory, which gets the sum.
         for dimension, (size, stride) in enumerate(zip(place.size, place.stride, strict=True)):
             if stride == 0 and size > 1:
                 gradient = gradient.sum(dimension, keepdim=True)

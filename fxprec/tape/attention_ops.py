@@ -1,4 +1,4 @@
-"""Attention in the reference: torch's kernel for CPUs and ours, in plain torch, with derivatives in all that they read.
+"""Attention in the reference: torch's CPU kernel and ours, in plain torch, with derivatives in all that they read.
 
 The kernels themselves have none in a mask, none of what a forward keeps for its backward, and none of the backward::
 
@@ -28,7 +28,7 @@ from fxprec.torch_internals import aten_flash_attention_for_cpu
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, P and the norms. A row that attends to nothing gives 0, and has a norm of 0, as torch's kernel."""
+    """Return output, P and norms. A row that attends to nothing gives 0, and has a norm of 0, as in torch's kernel."""
     found = scores(query, key, mask, causal, scale)
     nothing = (found == -torch.inf).all(-1)
     norms = found.masked_fill(nothing.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(nothing, 0.0)
@@ -37,7 +37,7 @@ def _attend(
 
 
 def _weights(found: Tensor, norms: Tensor) -> Tensor:
-    """P of scores. Some torch have inf for the norm of a row that attends to nothing."""
+    """Return P of scores. Some versions of torch have inf for the norm of a row that attends to nothing."""
     return (found - norms.masked_fill(norms.isinf(), 0.0).unsqueeze(-1)).exp()
 
 

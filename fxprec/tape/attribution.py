@@ -1,4 +1,4 @@
-"""Tell of every op that runs whom it belongs to, as torch's dispatcher sees it: below autograd, above the kernels.
+"""Attribute every op that runs to a node, as torch's dispatcher sees it: below autograd, above the kernels.
 
 In the forward an op belongs to the node that is computed; in the backward to the node whose autograd function runs,
 which torch's sequence numbers tell.
@@ -17,7 +17,7 @@ from fxprec.capture.user_line import user_line
 from fxprec.model.module import conversion_of
 from fxprec.passes.torch_internals import schema_of
 from fxprec.tape.nodes import NodeOf, node_by_node
-from fxprec.tape.origin import Origin
+from fxprec.tape.origin import OpOrigin
 from fxprec.torch_internals import OpMode, current_autograd_node, sequence_number
 
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
@@ -30,23 +30,23 @@ _UNSAID: Final = {
 
 
 class Attribution(OpMode):
-    """While it is on: each op of this thread goes to ``op``, with whom it belongs to. ``observe`` turns it on."""
+    """Dispatch mode that gives each op of this thread to ``op``, with its origin. ``observe`` turns it on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._nodes: list[Origin] = []
-        self._by_sequence: dict[int, Origin] = {}
+        self._nodes: list[OpOrigin] = []
+        self._by_sequence: dict[int, OpOrigin] = {}
 
-    def op(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
-        """Run an op and give what it gives."""
+    def op(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: OpOrigin) -> Any:
+        """Run an op and return its result."""
         raise NotImplementedError
 
     def begin(self, shadows: Mapping[str, Tensor]) -> None:
-        """A program begins; ``shadows``: path in the model -> low copy, of the weights that it reads low."""
+        """Begin a program; ``shadows``: path in the model -> low copy, of the weights that it reads low."""
 
     def look(self, node: NodeOf, run: Callable[[], Any]) -> Any:
-        """For ``node_by_node``: what runs meanwhile belongs to the node."""
-        origin, first = Origin("node", node.name, node.graph, node=node.node), sequence_number()
+        """Run a node; ops that run meanwhile belong to it."""
+        origin, first = OpOrigin("node", node.name, node.graph, node=node.node), sequence_number()
         self._nodes.append(origin)
         try:
             return run()
@@ -62,19 +62,20 @@ class Attribution(OpMode):
             return NotImplemented  # a subclass runs as ops on what it holds
         return self.op(func, args, kwargs or {}, self._origin(func))
 
-    def _origin(self, function: Any) -> Origin:
+    def _origin(self, function: Any) -> OpOrigin:
+        # Autograd numbers its functions in the order of the forward: the number tells which op's backward this is.
         node = current_autograd_node()
         backward = node is not None and not torch.is_grad_enabled()  # and no checkpoint that computes its body again
         if self._nodes:
             origin = replace(self._nodes[-1], backward=backward)  # of a body that is a backward, say
         elif node is not None and backward:
-            known = self._by_sequence.get(sequence_number(node)) or Origin("outside", node.name())
+            known = self._by_sequence.get(sequence_number(node)) or OpOrigin("outside", node.name())
             if known.kind == "outside" and isinstance(node, torch.autograd.function.BackwardCFunction):
                 known = replace(known, source=_user_source())  # its backward is the user's code
             return replace(known, backward=True)
         else:
             op = function.name().partition("::")[2].partition(".")[0]
-            origin = Origin("outside", op, source=_user_source())
+            origin = OpOrigin("outside", op, source=_user_source())
         if torch.is_grad_enabled():  # the function of its backward was made just before, if it has one
             self._by_sequence.setdefault(sequence_number() - 1, origin)
         return origin
@@ -86,7 +87,7 @@ def _user_source() -> str:
 
 
 def written_by(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-    """Ids of the tensors that a call writes to."""
+    """Return the ids of the tensors that a call writes to."""
     unsaid = _UNSAID.get(function.name().partition(".")[0], ())
     found: list[Any] = [args[position] for position in unsaid if len(args) > position]
     for position, argument in enumerate(schema_of(function).arguments):
@@ -97,7 +98,7 @@ def written_by(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def observe(model: nn.Module, watcher: Attribution, run: Callable[[], Any], opened: bool = False) -> tuple[Any] | None:
-    """Run something that calls a converted model under an attribution; what it gives. None: it is to be run once more.
+    """Run something that calls a converted model under an attribution; None where it is to be run once more.
 
     That is where a call captured a graph, which ran before it could be taken apart. ``opened``: as of ``node_by_node``.
     """

@@ -1,4 +1,4 @@
-"""Forms of torch's ops for the reference: where an overload has no float64 kernel, or means something else in float64.
+"""Write torch's ops anew for the reference: those without a float64 kernel, or with another meaning in float64.
 
 An op that is not here is called as it is, on float64 tensors. Pure draws (``rand``, ``bernoulli_``) are not computed at
 all: the reference takes what the run drew. What computes on its draws is told them.
@@ -25,7 +25,7 @@ _PROBABILITIES: Final = ("dropout_p", "dropout")
 
 
 def _fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    """Without ``eps`` that of FP32, in which the run computes: float64's would be another function."""
+    """Take FP32's ``eps`` where none is given, as the run computes in FP32: float64's would be another function."""
     return _aten._fused_rms_norm(x, shape, weight, torch.finfo(torch.float32).eps if eps is None else eps)
 
 
@@ -36,7 +36,7 @@ _COLUMNS: Final = 64
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
-    """torch's own in float64 copies each pixel once for each weight of a kernel; here once for each in a kernel's row.
+    """Convolve in float64 with one copy of a pixel for each in a kernel's row; torch's copies it for each weight.
 
     That takes half the time. The kernel's rows are products of [O, C x kernel width] with slices of one matrix.
     """
@@ -87,8 +87,8 @@ def _rrelu_with_noise(
 _LSTM: Final = 2
 
 
-class _Step(NamedTuple):
-    """One time step of an LSTM: gates as in ``nn.LSTM``, the states before it and the cell behind it, all [N, H]."""
+class _LstmStep(NamedTuple):
+    """Time step of an LSTM: gates as in ``nn.LSTM``, the states before it and the cell behind it, all [N, H]."""
 
     i: Tensor
     f: Tensor
@@ -99,12 +99,12 @@ class _Step(NamedTuple):
     tanh_of_cell: Tensor
 
 
-def _steps(x: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Tensor, hidden: Tensor, cell: Tensor) -> Iterator[_Step]:
+def _steps(x: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Tensor, hidden: Tensor, cell: Tensor) -> Iterator[_LstmStep]:
     for inputs in x @ w_ih.T + bias:
         gates = (inputs + hidden @ w_hh.T).chunk(4, -1)
         i, f, g, o = gates[0].sigmoid(), gates[1].sigmoid(), gates[2].tanh(), gates[3].sigmoid()
         tanh_of_cell = (f * cell + i * g).tanh()
-        yield _Step(i, f, g, o, hidden, cell, tanh_of_cell)
+        yield _LstmStep(i, f, g, o, hidden, cell, tanh_of_cell)
         hidden, cell = o * tanh_of_cell, f * cell + i * g
 
 
@@ -112,7 +112,7 @@ def _lstm(
     x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, hx: Tensor, cx: Tensor, reverse: bool,
     batch_sizes: Sequence[int], mode: int, *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, None]:  # fmt: skip
-    """One layer in one direction; oneDNN's has no float64. The workspace of its backward is nobody else's."""
+    """Run one layer in one direction; oneDNN's has no float64. The workspace of its backward is nobody else's."""
     if mode != _LSTM or batch_sizes:
         raise NotImplementedError(f"mkldnn_rnn_layer of mode {mode}, packed: {bool(batch_sizes)}")
     steps = [*_steps(x.flip(0) if reverse else x, w_ih, w_hh, b_ih + b_hh, hx, cx)]
@@ -126,7 +126,7 @@ def _lstm_backward(
     x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, hx: Tensor, cx: Tensor, _out: Tensor,
     _hy: Tensor, _cy: Tensor, g_out: Tensor | None, g_hy: Tensor | None, g_cy: Tensor | None, reverse: bool, *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """That of ``_lstm`` through time (Hochreiter & Schmidhuber, Neural Computation 1997), from its steps, run again."""
+    """Differentiate ``_lstm`` through time (Hochreiter & Schmidhuber, Neural Computation 1997)."""
     steps = [*_steps(x.flip(0) if reverse else x, w_ih, w_hh, b_ih + b_hh, hx, cx)]
     at_steps = [None] * len(steps) if g_out is None else [*(g_out.flip(0) if reverse else g_out)]
     d_hidden = torch.zeros_like(hx) if g_hy is None else g_hy
@@ -169,7 +169,7 @@ DRAWN: Final[dict[str, Callable[..., Any]]] = {
 
 
 def draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the results of a call are random numbers, and nothing else."""
+    """Return whether the results of a call are random numbers, and nothing else."""
     if torch.Tag.nondeterministic_seeded not in function.tags or function.name().partition(".")[0] in DRAWN:
         return False
     for position, argument in enumerate(schema_of(function).arguments):

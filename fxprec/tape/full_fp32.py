@@ -1,4 +1,4 @@
-"""FP32 products that are FP32: whatever a user allows them to be rounded to (TF32, bfloat16), a reference does not."""
+"""Compute FP32 products in FP32: a user may allow TF32 or bfloat16, a reference does not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FULL: Final = ("ieee", "none")
 
 @contextlib.contextmanager
 def full_fp32() -> Iterator[None]:
-    """Within, matrix products, convolutions and RNNs of FP32 tensors are computed in FP32, on all devices.
+    """Compute matrix products, convolutions and RNNs of FP32 tensors in FP32 while the context lasts, on all devices.
 
     Set is the newer of torch's two ways, which kernels ask; by the older one a user may ask for TF32 as well.
     """

@@ -22,9 +22,10 @@ _aten = torch.ops.aten
 
 
 def _normalized(rows: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows less their mean, over their deviation, and 1 / deviation; both as [rows, 1] as they were saved."""
+    """Return rows less their mean, over their deviation, and 1 / deviation; both as [rows, 1] as they were saved."""
     if mean is not None:
         own = rows.mean(1, keepdim=True)
+        # Saved statistics give the values, the rows' own ones the derivatives.
         rows = rows - (mean.detach() + own - own.detach())
     square, rstd = rows.square().mean(1, keepdim=True), rstd.detach()
     rstd = rstd - 0.5 * rstd**3 * (square - square.detach())
@@ -32,7 +33,7 @@ def _normalized(rows: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor
 
 
 def _through(gradient: Tensor, value: Tensor, rstd: Tensor, center: bool) -> Tensor:
-    """The gradient of rows, of that of their normalized values."""
+    """Return the gradient of rows, given that of their normalized values."""
     inner = gradient - value * (gradient * value).mean(1, keepdim=True)
     return (inner - gradient.mean(1, keepdim=True) if center else inner) * rstd
 
@@ -81,7 +82,7 @@ def _batch_norm_backward(
 def _of_rows(
     logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of each row's cross entropy: of its logits, and of its target where that is probabilities."""
+    """Return gradients of each row's cross entropy: of its logits, and of its target where that is probabilities."""
     factor = 1.0 if weight is None else weight
     soft, kept = target, None
     if not target.is_floating_point():
@@ -96,7 +97,7 @@ def _of_rows(
 
 
 def _over(target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str) -> Tensor | float:
-    """What a reduction divides by."""
+    """Return the divisor of a reduction."""
     if reduction != "mean":
         return 1.0
     return max(1, len(target)) if target.is_floating_point() else count_targets(target, weight, ignore_index)
@@ -150,7 +151,7 @@ def _scaled_gradient(values: Tensor, factor: Tensor, denominator: Tensor | None,
 
 
 def _silu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """torch's own has no derivative."""
+    """Return silu's gradient; torch's own op has no derivative."""
     return dy * x.sigmoid() * (1 + x * (1 - x.sigmoid()))
 
 

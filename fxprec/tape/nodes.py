@@ -1,4 +1,4 @@
-"""Run the graphs of a converted model node by node, where its calls run them: who looks on knows which node computes.
+"""Run the graphs of a converted model node by node, where its calls run them: an observer knows which node computes.
 
 ::
 
@@ -24,7 +24,7 @@ from fxprec.programs.program import Program, without_autocast
 
 
 class NodeOf(NamedTuple):
-    """A node of a model's graphs.
+    """Node of a model's graphs.
 
     Attributes:
         graph: the position of its graph among ``fxprec.graphs(model)``.
@@ -46,7 +46,7 @@ Begin = Callable[[dict[str, Tensor]], None]
 
 
 def inputs_of(node: Node) -> list[Node]:
-    """The nodes among a call's arguments in their order, each as often as it is there.
+    """Return the nodes among a call's arguments in their order, each as often as it is there.
 
     No pass changes it, but for casts that it puts in between: so a position means the same in every form of a graph.
     """
@@ -57,7 +57,7 @@ def inputs_of(node: Node) -> list[Node]:
 
 @contextlib.contextmanager
 def node_by_node(model: nn.Module, look: Look, begin: Begin, opened: bool = False) -> Iterator[None]:
-    """Calls of a converted model in this thread run its graphs node by node; those that were captured before.
+    """Run a converted model's graphs node by node in the block: in calls of this thread, if captured before.
 
     Compiled graphs (``executor="inductor"``) run op by op as well. ``opened``: fused regions, too, whose kernels then
     do not run: their nodes have the names that they would have without fusion.
@@ -91,7 +91,7 @@ def _in_this_thread(run: Callable[..., Any], otherwise: Callable[..., Any]) -> C
 
 
 class NodeByNode(Interpreter):
-    """Runs a graph, and the bodies of the higher-order ops in it whose calls are plain."""
+    """Interpreter of a graph, and of the bodies of higher-order ops in it whose calls are plain."""
 
     def __init__(self, gm: GraphModule, look: Look, graph: int = 0, prefix: str = "", opened: bool = False) -> None:
         super().__init__(gm, garbage_collect_values=True)
@@ -122,7 +122,7 @@ class NodeByNode(Interpreter):
         return results[0] if region.single else results
 
     def _body(self, name: str, body: GraphModule) -> GraphModule:
-        """A graph of one call, which runs the body node by node: whoever runs it, however a higher-order op does."""
+        """Return a graph of one call, which runs the body node by node, however a higher-order op runs it."""
         graph = Graph()
         inputs = [graph.placeholder(str(node.target)) for node in body.graph.find_nodes(op="placeholder")]
         graph.output(graph.call_module("body", tuple(inputs)))

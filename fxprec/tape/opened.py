@@ -1,4 +1,4 @@
-"""A fused region's kernel told op by op: what each of its ops would lose, were it done by itself, and the rest."""
+"""Split a fused region's kernel by ops: what each of them would lose, were it done by itself, and the rest."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Final
 from torch import Tensor
 
 from fxprec.kernels.rows.run.region import FusedRegion
-from fxprec.tape.adjoint import Term, terms
-from fxprec.tape.memory import Memory, Place
+from fxprec.tape.adjoint import ErrorTerm, terms
+from fxprec.tape.memory import Memory, TensorPlace
 from fxprec.tape.nodes import NodeByNode
-from fxprec.tape.recorder import Recorder
+from fxprec.tape.recorder import OpRecorder
 from fxprec.torch_internals import tree_unflatten
 
 #: The op that a region's forward kernel is for a dispatch mode.
@@ -19,8 +19,8 @@ _FORWARD: Final = "fxprec::region_forward"
 REST: Final = "kernel, rest"
 
 
-def opened(term: Term, memory: Memory) -> dict[str, float] | None:
-    """Node of a region -> its part of the kernel's rounding; what is left is the kernel's own. They add up.
+def opened(term: ErrorTerm, memory: Memory) -> dict[str, float] | None:
+    """Return node of a region -> its part of the kernel's rounding, and the kernel's rest. They add up.
 
     The region's ops run one by one on the kernel's inputs, with the kernel's adjoints of the results. A kernel that
     keeps all in registers has a rest that takes most of that back.
@@ -40,8 +40,8 @@ def opened(term: Term, memory: Memory) -> dict[str, float] | None:
     if not isinstance(region, FusedRegion) or region.draws:
         return None
     (inputs, *_), _ = tree_unflatten([*operation.leaves], operation.spec)
-    given = [memory.low(each).clone() if isinstance(each, Place) else each for each in inputs]
-    recorder = Recorder(memory.reference)
+    given = [memory.low(each).clone() if isinstance(each, TensorPlace) else each for each in inputs]
+    recorder = OpRecorder(memory.reference)
     with recorder:
         made = NodeByNode(region.graph_module, recorder.look).run(*given)
     results: list[Tensor] = [*made]

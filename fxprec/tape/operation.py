@@ -1,4 +1,4 @@
-"""One op of a run: what it was called with, and what it wrote, as places in memory."""
+"""One op of a run: its arguments and what it wrote, as places in memory."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor
 
 from fxprec.passes.torch_internals import schema_of
 from fxprec.tape.exact_ops import DRAWN, EXACT, draws
-from fxprec.tape.memory import Place
-from fxprec.tape.origin import Origin
+from fxprec.tape.memory import TensorPlace
+from fxprec.tape.origin import OpOrigin
 from fxprec.torch_internals import aten_to_copy, decomposition_of, tree_leaves, tree_unflatten
 
 _COPIES: Final = (aten_to_copy, torch.ops.aten.clone.default)
 #: Given a place, and whether the op writes there: the tensor to call the op with.
-Read = Callable[[Place, bool], Tensor]
+Read = Callable[[TensorPlace, bool], Tensor]
 
 
 def _is_place(leaf: object) -> bool:
-    return isinstance(leaf, Place)
+    return isinstance(leaf, TensorPlace)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """One call of a torch op.
+    """Call of a torch op.
 
     Attributes:
         function: the overload.
@@ -46,45 +46,45 @@ class Operation:
     spec: Any
     fresh: tuple[int, ...]
     written: tuple[int, ...]
-    outputs: tuple[Place, ...]
+    outputs: tuple[TensorPlace, ...]
     before: tuple[tuple[Tensor, Tensor], ...]
-    origin: Origin
+    origin: OpOrigin
     why_inexact: str = ""
-    inputs: Mapping[Place, int] = field(default_factory=dict)
+    inputs: Mapping[TensorPlace, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """``aten::mm``."""
+        """Name of the op, ``aten::mm``."""
         return self.function.name().partition(".")[0]
 
-    def argument(self, place: Place) -> str:
-        """The name of the first argument that is, or holds, the tensor at a place."""
+    def argument(self, place: TensorPlace) -> str:
+        """Return the name of the first argument that is, or holds, the tensor at a place."""
         args, kwargs = tree_unflatten(list(self.leaves), self.spec)
         given = [*zip([each.name for each in schema_of(self.function).arguments], args, strict=False), *kwargs.items()]
         return next(name for name, value in given if place in tree_leaves(value, is_leaf=_is_place))
 
     @property
     def draws(self) -> bool:
-        """Whether its results are random numbers, which the reference takes from the run."""
+        """Flag of ops whose results are random numbers, which the reference takes from the run."""
         return draws(self.function, *tree_unflatten(list(self.leaves), self.spec))
 
     @property
     def keeps_values(self) -> bool:
-        """Whether it is a cast or a clone of its first argument: the reference has the same values there."""
+        """Flag of casts and clones of the first argument: the reference has the same values there."""
         place = self.leaves[0] if self.fresh == (0,) and self.function in _COPIES else None
         made = self.outputs[0].dtype
-        floats = isinstance(place, Place) and place.dtype.is_floating_point and made.is_floating_point
-        complexes = isinstance(place, Place) and place.dtype.is_complex and made.is_complex
+        floats = isinstance(place, TensorPlace) and place.dtype.is_floating_point and made.is_floating_point
+        complexes = isinstance(place, TensorPlace) and place.dtype.is_complex and made.is_complex
         return floats or complexes
 
-    def drawn(self, low: Callable[[Place], Tensor]) -> tuple[Tensor, ...]:
-        """A copy of what the run gave, where the op computes on numbers that it draws; ``low``: of the memory."""
+    def drawn(self, low: Callable[[TensorPlace], Tensor]) -> tuple[Tensor, ...]:
+        """Return copies of the run's results if the op computes on numbers that it draws; ``low``: of the memory."""
         return tuple(low(place).clone() for place in self.outputs) if self.name in DRAWN else ()
 
     def run(
         self, read: Read, reference: torch.dtype, drawn: Sequence[Tensor] = (), decomposed: bool = False
     ) -> list[Any]:
-        """What it gives at ``outputs``, of other tensors.
+        """Run the op on other tensors, and return what it gives at ``outputs``.
 
         Args:
             read: gives the arguments; what the op writes to must be its own.
@@ -93,12 +93,12 @@ class Operation:
             decomposed: in terms of other ops, where torch has such a form.
         """
         leaves = [
-            read(leaf, number in self.written) if isinstance(leaf, Place) else leaf
+            read(leaf, number in self.written) if isinstance(leaf, TensorPlace) else leaf
             for number, leaf in enumerate(self.leaves)
         ]
         function: Any = self.function
         if self.why_inexact:
-            dtypes = [leaf.dtype if isinstance(leaf, Place) else None for leaf in self.leaves]
+            dtypes = [leaf.dtype if isinstance(leaf, TensorPlace) else None for leaf in self.leaves]
             leaves = [x if dtype is None else x.to(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
         else:
             leaves = [

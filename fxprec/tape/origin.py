@@ -1,4 +1,4 @@
-"""Where an op of a run comes from."""
+"""The origin of an op of a run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch.fx import Node
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Whom an op belongs to. Two of them are equal where they mean the same place of the model.
+class OpOrigin:
+    """Owner of an op. Two of them are equal where they mean the same place of the model.
 
     Attributes:
         kind: "node" of a graph; "weight": the making of a low copy of one; "outside" of the graphs: in Python code

@@ -1,4 +1,4 @@
-"""Write down every op that runs, and run it a second time in the dtype of the reference.
+"""Record every op that runs, and run it a second time in the dtype of the reference.
 
 Views are no ops here, nor are views in place (``transpose_``): they move nothing (see ``memory``).
 """
@@ -19,10 +19,10 @@ from fxprec.model.module import conversion_of
 from fxprec.passes.graph.annotations import nested
 from fxprec.tape.attribution import Attribution, observe, written_by
 from fxprec.tape.full_fp32 import full_fp32
-from fxprec.tape.memory import Memory, Place
+from fxprec.tape.memory import Memory, TensorPlace
 from fxprec.tape.nodes import NodeOf
 from fxprec.tape.operation import Operation
-from fxprec.tape.origin import Origin
+from fxprec.tape.origin import OpOrigin
 from fxprec.torch_internals import (
     aten_foreach_copy_,
     aten_to_copy,
@@ -43,20 +43,20 @@ _RESIZES: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a tensor, and whether gradients flow through it."""
+    """Shape of a tensor, and whether gradients flow through it."""
 
     shape: tuple[int, ...]
     requires_grad: bool
 
     @classmethod
     def of(cls, value: object) -> Size | None:
-        """None: it is no tensor."""
+        """Return the size of a tensor; None for anything else."""
         return cls(tuple(value.shape), value.requires_grad) if isinstance(value, Tensor) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A number that Python read of a tensor (``item()``, ``bool()``, ``torch.equal``), and the reference has another.
+    """Number that Python read of a tensor (``item()``, ``bool()``, ``torch.equal``), where the reference has another.
 
     Attributes:
         source: the line that read it, ``model.py:12``.
@@ -69,7 +69,7 @@ class Decision:
     reference: bool | float
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: a number that is not finite is None."""
+        """Return it for JSON: a number that is not finite is None."""
         low, reference = (each if math.isfinite(each) else None for each in (self.low, self.reference))
         return {"source": self.source, "low": low, "reference": reference}
 
@@ -80,8 +80,8 @@ class Decision:
         return f"Python read {next(texts)} at {self.source}, and {next(texts)} in the reference"
 
 
-class Recorder(Attribution):
-    """While it is on: what runs in this thread, as operations in the order of running.
+class OpRecorder(Attribution):
+    """Dispatch mode that records what runs in this thread, as operations in the order of running.
 
     Args:
         reference: the dtype of the reference, in which each op runs a second time, beside the run.
@@ -113,7 +113,7 @@ class Recorder(Attribution):
         self.memory = Memory(reference)
         self.rounded, self.decides = rounded, decides
         self.decisions: list[Decision] = []
-        self._handed: list[dict[int, dict[Place, int]]] = []  # of each node that runs: storage -> its inputs there
+        self._handed: list[dict[int, dict[TensorPlace, int]]] = []  # a running node: storage -> its inputs there
         self.operations: list[Operation] = []
         self.skipped: set[str] = set()
         self.outgrown: set[str] = set()
@@ -125,9 +125,10 @@ class Recorder(Attribution):
         self._unread: dict[int, tuple[str, Tensor, Tensor]] = {}  # storage -> path of a weight, weight, its shadow
 
     def begin(self, shadows: Mapping[str, Tensor]) -> None:
-        """The low copies of weights belong to these, also where they were made before this run."""
+        """Attribute the low copies of weights to the weights, also where they were made before this run."""
         keys = {storage_key(shadow): (path, self._masters[path], shadow) for path, shadow in shadows.items()}
         made = {key for key in keys if not self.memory.knows(keys[key][2])}
+        # A shadow that was just written was recorded as an op outside of the graphs: now it is known whose it is.
         for number, operation in reversed([*enumerate(self.operations)]):
             key = operation.outputs[0].storage
             if key in keys and operation.origin.kind == "outside":
@@ -136,7 +137,7 @@ class Recorder(Attribution):
                     self.memory.forget(operation.outputs[0])
                     made.add(key)
                 else:
-                    self.operations[number] = replace(operation, origin=Origin("weight", keys[key][0]))
+                    self.operations[number] = replace(operation, origin=OpOrigin("weight", keys[key][0]))
         self._unread |= {key: keys[key] for key in made}
 
     def look(self, node: NodeOf, run: Callable[[], Any]) -> Any:
@@ -147,7 +148,7 @@ class Recorder(Attribution):
     def _looked(self, node: NodeOf, run: Callable[[], Any]) -> Any:
         if self.rounded is None:
             return super().look(node, run)
-        handed: dict[int, dict[Place, int]] = {}
+        handed: dict[int, dict[TensorPlace, int]] = {}
         for position, value in enumerate(node.inputs):
             if isinstance(value, Tensor) and value.is_floating_point() and _is_plain(value):
                 place = self.memory.place(value)
@@ -158,8 +159,8 @@ class Recorder(Attribution):
         finally:
             self._handed.pop()
 
-    def op(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
-        """Run it, note it, and run it in the reference."""
+    def op(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: OpOrigin) -> Any:
+        """Run an op, record it, and run it in the reference."""
         if function is aten_foreach_copy_:
             for target, source in zip(args[0], args[1], strict=True):
                 if storage_key(target) in self._old_shadows and not self.memory.knows(target):
@@ -169,7 +170,8 @@ class Recorder(Attribution):
             return None
         return self._record(function, args, kwargs, origin)
 
-    def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
+    def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: OpOrigin) -> Any:
+        # Views in place move nothing, and a storage of another size can have no counterpart in the reference.
         if torch.Tag.inplace_view in function.tags and function not in _RESIZES:
             return function(*args, **kwargs)
         memory = self.memory
@@ -191,7 +193,7 @@ class Recorder(Attribution):
             memory.prepare_write(places[number])
         # Integers have no memory of the reference's own as long as they are the same: what is written is kept aside.
         shared = {places[n].storage for n in written if not places[n].is_float}
-        aside = {p: memory.exact(p).clone() for p in places if isinstance(p, Place) and p.storage in shared}
+        aside = {p: memory.exact(p).clone() for p in places if isinstance(p, TensorPlace) and p.storage in shared}
         output = function(*args, **kwargs)
         results = tree_leaves(output)
         fresh = [
@@ -213,9 +215,9 @@ class Recorder(Attribution):
         return output
 
     def _read_by_python(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], low: bool | float, origin: Origin
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], low: bool | float, origin: OpOrigin
     ) -> bool | float:
-        """A number that Python gets of tensors; where the reference has another one, that is noted."""
+        """Return a number that Python gets of tensors; where the reference has another one, note that."""
         exact = tree_map_only(Tensor, lambda x: self.memory.exact(self.memory.place(x)), (args, kwargs))
         reference = function(*exact[0], **exact[1])
         if reference != low and not (reference != reference and low != low):
@@ -223,18 +225,18 @@ class Recorder(Attribution):
             self.decisions.append(Decision(short_paths(source), low, reference))
         return reference if self.decides else low
 
-    def _inputs(self, read: Sequence[Any]) -> dict[Place, int]:
-        """As of ``Operation``: the op may read an input through a view, which begins at or behind its beginning."""
-        found: dict[Place, int] = {}
+    def _inputs(self, read: Sequence[Any]) -> dict[TensorPlace, int]:
+        """Return the node's inputs that an op reads; a view of one begins at or behind its beginning."""
+        found: dict[TensorPlace, int] = {}
         for place in read:
-            known = self._handed[-1].get(place.storage, {}) if isinstance(place, Place) else {}
+            known = self._handed[-1].get(place.storage, {}) if isinstance(place, TensorPlace) else {}
             if known:
                 best = max(known, key=lambda own: (own == place, own.offset <= place.offset, own.offset))
                 found[place] = known[best]
         return found
 
-    def _add(self, operation: Operation, aside: Mapping[Place, Tensor]) -> None:
-        """Run it in the reference as well, note it, and look whether the run alone gave inf or nan."""
+    def _add(self, operation: Operation, aside: Mapping[TensorPlace, Tensor]) -> None:
+        """Run an operation in the reference, record it, and note whether the run alone gave inf or nan."""
         self._run_exact(operation, aside)
         for place in operation.outputs:
             bad = ~self.memory.low(place).isfinite() if place.is_float else None
@@ -243,13 +245,13 @@ class Recorder(Attribution):
         self.noted(operation)
 
     def noted(self, operation: Operation) -> None:
-        """Look at an operation that was noted, while memory is as it left it."""
+        """Look at an operation that was recorded, while memory is as it left it."""
 
-    def _run_exact(self, operation: Operation, aside: Mapping[Place, Tensor]) -> None:
-        """Run it in the reference as well; ``aside``: what stood in memory that the run has written meanwhile."""
+    def _run_exact(self, operation: Operation, aside: Mapping[TensorPlace, Tensor]) -> None:
+        """Run an operation in the reference; ``aside``: what stood in memory that the run has written meanwhile."""
         memory = self.memory
 
-        def read(place: Place, written: bool) -> Tensor:
+        def read(place: TensorPlace, written: bool) -> Tensor:
             value = aside[place] if place in aside else memory.exact(place)
             return value.clone() if written else value
 
@@ -275,16 +277,16 @@ class Recorder(Attribution):
     def _add_cast(self, path: str, weight: Tensor, shadow: Tensor) -> None:
         source, place = self.memory.place(weight.detach()), self.memory.place(shadow.detach())
         leaves, spec = tree_flatten(((source,), {"dtype": shadow.dtype}), is_leaf=_is_place)
-        self._add(Operation(aten_to_copy, tuple(leaves), spec, (0,), (), (place,), (), Origin("weight", path)), {})
+        self._add(Operation(aten_to_copy, tuple(leaves), spec, (0,), (), (place,), (), OpOrigin("weight", path)), {})
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it lies in memory element by element."""
+    """Return whether a tensor lies in memory element by element."""
     return tensor.layout is torch.strided
 
 
 def _is_place(leaf: Any) -> bool:
-    return isinstance(leaf, Place)
+    return isinstance(leaf, TensorPlace)
 
 
 def record(
@@ -294,16 +296,16 @@ def record(
     opened: bool = False,
     rounded: torch.dtype | None = None,
     decides: bool = False,
-) -> tuple[Recorder, Any] | None:
-    """Run something on a converted model and write it down; and what it gives. None: it is to be run once more.
+) -> tuple[OpRecorder, Any] | None:
+    """Run something on a converted model and record it; None where it is to be run once more.
 
     Args:
         model: converted.
         run: calls the model.
         reference: the dtype of the reference.
         opened: fused regions run op by op, and not as kernels.
-        rounded, decides: as of ``Recorder``.
+        rounded, decides: as of ``OpRecorder``.
     """
-    recorder = Recorder(reference, model, rounded, decides)
+    recorder = OpRecorder(reference, model, rounded, decides)
     result = observe(model, recorder, run, opened)
     return None if result is None else (recorder, *result)

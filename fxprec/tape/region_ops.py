@@ -1,4 +1,4 @@
-"""Fused regions in the reference: their kernels' row programs in its dtype, in which nothing is rounded.
+"""Run the row programs of fused regions in the reference's dtype, in which nothing is rounded.
 
 A region's forward stores its outputs and the statistics that its backward starts from, the backward gradients and, of
 what does not vary along rows, partial sums of its blocks: here the first block has the whole sum.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # Triton is loaded when a plan is made
 
 
 def region_forward(inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool, plan: int) -> list[Tensor]:
-    """What ``fxprec::region_forward`` gives, in the dtype of its inputs."""
+    """Compute ``fxprec::region_forward`` in the dtype of its inputs."""
     known = plan_of(plan)
     specs = (*known.outputs, *(known.statistics if keep else ()))
     program = known.derived.forward
@@ -35,7 +35,7 @@ def region_forward(inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, ke
 def region_backward(
     saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int, plan: int
 ) -> list[Tensor]:
-    """What ``fxprec::region_backward`` gives, in the dtype of what it reads."""
+    """Compute ``fxprec::region_backward`` in the dtype of what it reads."""
     known = plan_of(plan)
     dtype = _dtype((*saved, *cotangents))  # of a sum nothing is saved
     values = evaluated_backward(known, saved, cotangents, seeds, seed, dtype, rounds=False)
@@ -58,7 +58,7 @@ def _dtype(read: Sequence[Tensor]) -> torch.dtype:
 
 
 def _stored(value: Tensor, store: Store, spec: Spec, layout: Layout) -> Tensor:
-    """Rows x columns as the tensor that the kernel stores: smaller where all along a dimension are the same."""
+    """Return rows x columns as the tensor that the kernel stores: smaller where all along a dimension are the same."""
     whole = value.expand(layout.rows, layout.columns if store.columns else 1)
     shaped = layout.torch_shaped(whole, store.columns)
     for dimension, size in enumerate(_padded(spec, shaped.dim())):

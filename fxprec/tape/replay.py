@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.tape.full_fp32 import full_fp32
-from fxprec.tape.memory import Place, difference
+from fxprec.tape.memory import TensorPlace, difference
 from fxprec.tape.operation import Operation
-from fxprec.tape.origin import Origin
-from fxprec.tape.recorder import Recorder
+from fxprec.tape.origin import OpOrigin
+from fxprec.tape.recorder import OpRecorder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """An operation of the forward.
+class ReplayStep:
+    """Operation of the forward, with what a replay of it needs.
 
     Attributes:
         operation: the op.
@@ -43,12 +43,12 @@ class Step:
 
     @property
     def rounds(self) -> bool:
-        """Whether it lost anything."""
+        """Flag of operations that lost anything."""
         return any(each is not None for each in self.roundings)
 
 
-class Steps(Recorder):
-    """While it is on: as of ``Recorder``; and what a replay of the forward needs.
+class ForwardRecorder(OpRecorder):
+    """Recorder that also keeps what a replay of the forward needs.
 
     Attributes:
         steps: of the forward.
@@ -56,19 +56,20 @@ class Steps(Recorder):
 
     def __init__(self, reference: torch.dtype, model: nn.Module) -> None:
         super().__init__(reference, model)
-        self.steps: list[Step] = []
+        self.steps: list[ReplayStep] = []
 
     def noted(self, operation: Operation) -> None:
-        """Keep what the op lost and decided, as memory changes."""
+        """Keep what the op lost and decided, before memory changes."""
         if operation.origin.backward:
             return
         low = [self.memory.low(place) for place in operation.outputs]
         if operation.draws:
-            self.steps.append(Step(operation, (None,) * len(low), tuple(each.clone() for each in low), {}))
+            self.steps.append(ReplayStep(operation, (None,) * len(low), tuple(each.clone() for each in low), {}))
             return
+        # Written places hold their new values by now: the op read the old ones.
         before = dict(zip(operation.outputs[len(operation.fresh) :], operation.before, strict=True))
 
-        def read(place: Place, written: bool) -> Tensor:
+        def read(place: TensorPlace, written: bool) -> Tensor:
             value = before[place][0] if place in before else self.memory.low(place)
             return value.to(self.memory.dtype_of(place), copy=written)
 
@@ -79,9 +80,9 @@ class Steps(Recorder):
             _rounding(own, value) if place.is_float else None
             for place, own, value in zip(operation.outputs, low, found, strict=True)
         )
-        reads_floats = any(isinstance(leaf, Place) and leaf.is_float for leaf in operation.leaves)
+        reads_floats = any(isinstance(leaf, TensorPlace) and leaf.is_float for leaf in operation.leaves)
         decided = {n: own.clone() for n, own in enumerate(low) if reads_floats and not operation.outputs[n].is_float}
-        self.steps.append(Step(operation, roundings, drawn, decided))
+        self.steps.append(ReplayStep(operation, roundings, drawn, decided))
 
 
 def _rounding(low: Tensor, exact: object) -> Tensor | None:
@@ -92,9 +93,9 @@ def _rounding(low: Tensor, exact: object) -> Tensor | None:
 
 
 class Replay:
-    """A recorded forward that can be run again; its recorder's memory must be as the run left it."""
+    """Recorded forward that can be run again; its recorder's memory must be as the run left it."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: ForwardRecorder) -> None:
         self._memory, self._steps = steps.memory, steps.steps
         self._first: dict[int, Tensor] = {}
         written = [
@@ -102,16 +103,17 @@ class Replay:
             for operation in steps.operations
             for place, (before, _) in zip(operation.outputs[len(operation.fresh) :], operation.before, strict=True)
         ]
+        # Undone from the last write to the first, memory is as it was before the run.
         for place, before in reversed(written):
             place.of(self._before(place)).copy_(before)
 
-    def decided(self, rounds: Container[Origin], last: int) -> tuple[dict[tuple[int, int], Tensor], Origin | None]:
-        """What the steps up to ``last`` decide, by step and output, where these places round and no others.
+    def decided(self, rounds: Container[OpOrigin], last: int) -> tuple[dict[tuple[int, int], Tensor], OpOrigin | None]:
+        """Return what the steps up to ``last`` decide, by step and output, where these places round and no others.
 
         And the place where it ended before: an op that does not run on shapes that are others than in the run, as of
         the elements that a mask chooses.
         """
-        values = _Values(self._before)
+        values = _ReplayMemory(self._before)
         found: dict[tuple[int, int], Tensor] = {}
         for number, step in enumerate(self._steps[: last + 1]):
             operation = step.operation
@@ -127,45 +129,45 @@ class Replay:
                 return found, operation.origin
         return found, None
 
-    def _run(self, step: Step, values: _Values) -> list[Tensor]:
+    def _run(self, step: ReplayStep, values: _ReplayMemory) -> list[Tensor]:
         if step.operation.draws:
             return [*step.drawn]
 
-        def read(place: Place, written: bool) -> Tensor:
+        def read(place: TensorPlace, written: bool) -> Tensor:
             value = values.read(place)
             return value.clone() if written else value
 
         with torch.no_grad(), full_fp32():
             return step.operation.run(read, self._memory.reference, step.drawn)
 
-    def _before(self, place: Place) -> Tensor:
-        """The elements of a storage as they were before the run, in the reference's dtype; of complex ones pairs."""
+    def _before(self, place: TensorPlace) -> Tensor:
+        """Return a storage's elements from before the run, in the reference's dtype; complex ones as pairs."""
         if place.storage not in self._first:
             self._first[place.storage] = self._memory.elements(place)
         return self._first[place.storage]
 
 
-class _Values:
+class _ReplayMemory:
     """Memory of one replay.
 
     Args:
         before: gives the elements of a storage as they were before the run.
     """
 
-    def __init__(self, before: Callable[[Place], Tensor]) -> None:
+    def __init__(self, before: Callable[[TensorPlace], Tensor]) -> None:
         self._before = before
         self._flat: dict[int, Tensor] = {}
-        self._other: dict[int, tuple[Place, Tensor]] = {}  # results of another shape: where in the run, and what
+        self._other: dict[int, tuple[TensorPlace, Tensor]] = {}  # results of another shape: where in the run, and what
 
-    def read(self, place: Place) -> Tensor:
-        """The tensor at a place of the run; in another shape, where what lies there has one."""
+    def read(self, place: TensorPlace) -> Tensor:
+        """Return the tensor at a place of the run; in another shape, where what lies there has one."""
         if place.storage in self._other:
             return _viewed(place, *self._other[place.storage])
         if place.storage not in self._flat:
             self._flat[place.storage] = self._before(place).clone()
         return place.of(self._flat[place.storage])
 
-    def write(self, place: Place, value: Tensor, fresh: bool) -> None:
+    def write(self, place: TensorPlace, value: Tensor, fresh: bool) -> None:
         """Put a value at a place; ``fresh``: of new memory."""
         if fresh and tuple(value.shape) != place.size:
             self._other[place.storage] = place, value.contiguous()
@@ -175,8 +177,8 @@ class _Values:
         self.read(place).copy_(value)
 
 
-def _viewed(place: Place, made: Place, value: Tensor) -> Tensor:
-    """A view of a value that has another shape than in the run: what the place is there of the one that was made.
+def _viewed(place: TensorPlace, made: TensorPlace, value: Tensor) -> Tensor:
+    """Return the view of a value of another shape that a place is of the value in the run.
 
     Raises:
         ValueError: it is none of the whole of some dimensions at one index of the others, or that cannot be told.

@@ -1,4 +1,4 @@
-"""One op of a run: what it lost itself, what bends, and its derivative transposed, J^T m, for the places that it reads.
+"""Differentiate one op of a run: what it lost itself, what bends, and J^T m for the places that it reads.
 
 J is taken at the midpoint of run and reference in general. Less is to be done where an op is
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fxprec.tape.exact_ops import EXACT
-from fxprec.tape.memory import Memory, Place, difference
+from fxprec.tape.memory import Memory, TensorPlace, difference
 from fxprec.tape.operation import Operation
 from fxprec.torch_internals import tree_unflatten
 
@@ -34,28 +34,28 @@ _aten = torch.ops.aten
 
 
 class Inputs:
-    """What stands at places, in the reference's dtype; each is converted once."""
+    """Values at places, in the reference's dtype; each is converted once."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._low: dict[Place, Tensor] = {}
-        self._errors: dict[Place, Tensor] = {}
+        self._low: dict[TensorPlace, Tensor] = {}
+        self._errors: dict[TensorPlace, Tensor] = {}
 
-    def low(self, place: Place) -> Tensor:
-        """In the run; what is no float, as it is."""
+    def low(self, place: TensorPlace) -> Tensor:
+        """Return the run's value; what is no float, as it is."""
         if place not in self._low:
             low = self._memory.low(place)
             self._low[place] = low.to(self._memory.dtype_of(place)) if place.is_float else low
         return self._low[place]
 
-    def error(self, place: Place) -> Tensor:
-        """In the run, less that in the reference."""
+    def error(self, place: TensorPlace) -> Tensor:
+        """Return the run's value, less the reference's."""
         if place not in self._errors:
             self._errors[place] = self._memory.error(place)
         return self._errors[place]
 
-    def midpoint(self, place: Place, dtype: torch.dtype) -> Tensor:
-        """Of both, in memory of its own; where the run has inf or nan that of the reference."""
+    def midpoint(self, place: TensorPlace, dtype: torch.dtype) -> Tensor:
+        """Return the midpoint of both, in memory of its own; the reference's value where the run has inf or nan."""
         low = self.low(place) if dtype is self.dtype else self._memory.low(place)
         found = torch.sub(_in(dtype, low), _in(dtype, self.error(place)), alpha=0.5)
         if bool(found.sum().isfinite()):
@@ -64,12 +64,12 @@ class Inputs:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The reference's."""
+        """Dtype of the reference."""
         return self._memory.reference
 
 
-class Result(NamedTuple):
-    """A result of an op that has a part in the target: its adjoint m, the run's values, those less the reference's."""
+class OpResult(NamedTuple):
+    """Result of an op with a part in the target: its adjoint m, the run's values, those less the reference's."""
 
     weight: Tensor
     low: Tensor
@@ -77,7 +77,7 @@ class Result(NamedTuple):
 
 
 class Pulled(NamedTuple):
-    """What an op adds to the error of the target, and J^T m.
+    """Part of an op in the error of the target, with J^T m.
 
     Attributes:
         rounding, bend: as in ``adjoint``.
@@ -91,14 +91,14 @@ class Pulled(NamedTuple):
     bend: float
     lost: float
     size: float
-    gradients: list[tuple[Place, Tensor]]
+    gradients: list[tuple[TensorPlace, Tensor]]
     lacking: Mapping[str, float] = MappingProxyType({})
 
 
 def pull(
-    operation: Operation, inputs: Inputs, results: Mapping[int, Result], drawn: Sequence[Tensor], made: Container[int]
+    operation: Operation, inputs: Inputs, results: Mapping[int, OpResult], drawn: Sequence[Tensor], made: Container[int]
 ) -> Pulled:
-    """The part of one op.
+    """Return the part of one op.
 
     Nothing for a place in which torch has no derivative: then the bend has what came in there, and ``lacking`` says so.
     Norms have none in a mean and deviation of their own, which they take for functions of the input.
@@ -111,8 +111,9 @@ def pull(
         made: storages that may have an error: places in others get nothing.
     """
     reads = dict.fromkeys(
-        leaf for leaf in operation.leaves if isinstance(leaf, Place) and leaf.is_float and leaf.storage in made
+        leaf for leaf in operation.leaves if isinstance(leaf, TensorPlace) and leaf.is_float and leaf.storage in made
     )
+    # The cheapest form that holds is tried first: identity, linear, product, then the midpoint in general.
     if operation.keeps_values:
         place = operation.leaves[0]
         low, result = inputs.low(place), results[0]
@@ -133,11 +134,11 @@ def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 
 def _told(
     inputs: Inputs,
-    results: Mapping[int, Result],
+    results: Mapping[int, OpResult],
     local: Mapping[int, Tensor],
-    gradients: list[tuple[Place, Tensor]],
+    gradients: list[tuple[TensorPlace, Tensor]],
 ) -> Pulled:
-    """``local``: number of a result -> f(low inputs)."""
+    """Return the part of an op, given ``local``: number of a result -> f(low inputs)."""
     rounding = lost = size = 0.0
     for number, (weight, low, _) in results.items():
         own = difference(low, local[number])
@@ -148,21 +149,21 @@ def _told(
 
 
 def _size(values: Tensor) -> float:
-    """The sum of squares of what is finite."""
+    """Return the sum of squares of what is finite."""
     found = inner(values, values)
     return found if math.isfinite(found) else inner(_finite(values), _finite(values))
 
 
 def _finite(values: Tensor) -> Tensor:
-    """The same, with 0 for inf and nan.
+    """Return values with 0 for inf and nan.
 
     Derivatives may be so: they are not finite where a row is masked as a whole, and the columns add up for any.
     """
     return values if bool(values.sum().isfinite()) else torch.where(values.isfinite(), values, 0.0)
 
 
-def _added(inputs: Inputs, results: Mapping[int, Result], gradients: list[tuple[Place, Tensor]]) -> float:
-    """What the op adds to the error of the target: that of its results, less that of what it reads."""
+def _added(inputs: Inputs, results: Mapping[int, OpResult], gradients: list[tuple[TensorPlace, Tensor]]) -> float:
+    """Return what an op adds to the error of the target: that of its results, less that of what it reads."""
     behind = sum(inner(weight, error) for weight, _, error in results.values())
     return behind - sum(inner(gradient, inputs.error(place)) for place, gradient in gradients)
 
@@ -174,6 +175,7 @@ def inner(weight: Tensor, value: Tensor) -> float:
     """
     if weight.is_complex():
         weight, value = torch.view_as_real(weight.resolve_conj()), torch.view_as_real(value.resolve_conj())
+    # A dot product needs one order in memory: both are read in that of their strides.
     if weight.stride() == value.stride() and not weight.is_contiguous():
         order = sorted(range(weight.dim()), key=weight.stride, reverse=True)
         weight, value = weight.permute(order), value.permute(order)
@@ -201,7 +203,7 @@ _LINEAR: Final = frozenset({
 _SCALINGS: Final = frozenset({"aten::div", "aten::div_", "aten::mul", "aten::mul_"})
 
 
-def _is_linear(operation: Operation, reads: Sequence[Place]) -> bool:
+def _is_linear(operation: Operation, reads: Sequence[TensorPlace]) -> bool:
     scales = operation.name in _SCALINGS and len(reads) == 1 and operation.leaves.count(reads[0]) == 1
     return operation.name in _LINEAR or (scales and operation.leaves[0] == reads[0])
 
@@ -209,9 +211,9 @@ def _is_linear(operation: Operation, reads: Sequence[Place]) -> bool:
 def _of_linear(
     operation: Operation,
     inputs: Inputs,
-    results: Mapping[int, Result],
+    results: Mapping[int, OpResult],
     drawn: Sequence[Tensor],
-    reads: Container[Place],
+    reads: Container[TensorPlace],
 ) -> Pulled:
     read = _Leaves(inputs.low, reads)
     with torch.enable_grad():
@@ -224,7 +226,7 @@ def _of_linear(
 
 
 def _mm(m: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-    """Each laid out in memory as what it belongs to: a weight is read transposed."""
+    """Return gradients laid out in memory as what they belong to: a weight is read transposed."""
     m_t, a_t, b_t = (x.transpose(-2, -1) for x in (m, a, b))
     of_a = (b @ m_t).transpose(-2, -1) if _is_transposed(a) else m @ b_t
     of_b = (m_t @ a).transpose(-2, -1) if _is_transposed(b) else a_t @ m
@@ -257,22 +259,27 @@ _ROWS: Final = 64
 _PIXELS: Final = 16
 
 
-def _of_product(operation: Operation, inputs: Inputs, result: Result, reads: Container[Place]) -> Pulled:
+def _of_product(operation: Operation, inputs: Inputs, result: OpResult, reads: Container[TensorPlace]) -> Pulled:
     args, kwargs = tree_unflatten(list(operation.leaves), operation.spec)
     dtype = _dtype_of_products(operation.outputs[0].dtype, inputs.dtype)
-    values = [inputs.midpoint(value, dtype) if isinstance(value, Place) else value for value in args]
+    values = [inputs.midpoint(value, dtype) if isinstance(value, TensorPlace) else value for value in args]
     found = _PRODUCTS[operation.name](_in(dtype, result.weight), *values, **kwargs)
     pairs = zip(args, found, strict=False)
     gradients = [
-        (place, _finite(_in(inputs.dtype, g))) for place, g in pairs if isinstance(place, Place) and place in reads
+        (place, _finite(_in(inputs.dtype, g)))
+        for place, g in pairs
+        if isinstance(place, TensorPlace) and place in reads
     ]
     rounding = _added(inputs, {0: result}, gradients)
-    lost, size = _sampled(operation, [inputs.low(x) if isinstance(x, Place) else x for x in args], kwargs, result.low)
+    # The loss of the product itself is for show: some of its rows estimate it, at a part of its cost.
+    lost, size = _sampled(
+        operation, [inputs.low(x) if isinstance(x, TensorPlace) else x for x in args], kwargs, result.low
+    )
     return Pulled(rounding, 0.0, lost, size, gradients)
 
 
 def _dtype_of_products(result: torch.dtype, reference: torch.dtype) -> torch.dtype:
-    """In which J^T m is computed: FP32 errs 2^13 times less than what is explained, a low result's rounding.
+    """Return the dtype to compute J^T m in: FP32 errs 2^13 times less than what is explained, a low result's rounding.
 
     The columns add up for any J. The derivatives of a product take twice the time of the product itself, which is most
     of an audit's; and there are no fast convolutions in float64.
@@ -281,7 +288,7 @@ def _dtype_of_products(result: torch.dtype, reference: torch.dtype) -> torch.dty
 
 
 def _sampled(operation: Operation, args: list[Any], kwargs: dict[str, Any], low: Tensor) -> tuple[float, float]:
-    """``lost`` and ``size`` of a product, from some of its rows; ``args`` in the reference's dtype."""
+    """Estimate ``lost`` and ``size`` of a product from some of its rows; ``args`` in the reference's dtype."""
     convolves = operation.name == "aten::convolution"
     position = 0 if convolves or len(args) == 2 else 1  # of what has these rows
     dimension = 0 if convolves else args[position].dim() - 2
@@ -303,7 +310,7 @@ def _sampled(operation: Operation, args: list[Any], kwargs: dict[str, Any], low:
 
 
 class _Leaves:
-    """Reads what an op reads as leaves of autograd's graph.
+    """Reader of an op's inputs as leaves of autograd's graph.
 
     Args:
         value: place -> what to read there.
@@ -312,14 +319,14 @@ class _Leaves:
     """
 
     def __init__(
-        self, value: Callable[[Place], Tensor], reads: Container[Place], only: Container[int] | None = None
+        self, value: Callable[[TensorPlace], Tensor], reads: Container[TensorPlace], only: Container[int] | None = None
     ) -> None:
         self._value, self._reads, self._only = value, reads, only
         self._numbers = itertools.count()
-        self._places: list[Place] = []
+        self._places: list[TensorPlace] = []
         self._leaves: list[Tensor] = []
 
-    def __call__(self, place: Place, written: bool) -> Tensor:
+    def __call__(self, place: TensorPlace, written: bool) -> Tensor:
         value = self._value(place).detach()
         if not place.is_float:
             return value.clone() if written else value
@@ -329,8 +336,8 @@ class _Leaves:
             self._leaves.append(value.requires_grad_())
         return value.clone() if written else value
 
-    def gradients(self, found: Sequence[Any], results: Mapping[int, Result]) -> list[tuple[Place, Tensor]]:
-        """J^T m; ``found``: what the op gave of these leaves."""
+    def gradients(self, found: Sequence[Any], results: Mapping[int, OpResult]) -> list[tuple[TensorPlace, Tensor]]:
+        """Return J^T m; ``found``: what the op gave of these leaves."""
         through = [n for n in results if found[n].requires_grad]
         if not through or not self._leaves:
             return []
@@ -343,9 +350,9 @@ class _Leaves:
 def _at_midpoint(
     operation: Operation,
     inputs: Inputs,
-    results: Mapping[int, Result],
+    results: Mapping[int, OpResult],
     drawn: Sequence[Tensor],
-    reads: Mapping[Place, None],
+    reads: Mapping[TensorPlace, None],
 ) -> Pulled:
     with torch.no_grad():
         found = operation.run(
@@ -355,6 +362,7 @@ def _at_midpoint(
     pulled = _told(inputs, results, local, _pulled_at_midpoint(operation, inputs, results, drawn, reads))
     gained = sum(inner(weight, error) for weight, _, error in results.values())
     if abs(pulled.bend) <= _NOTABLE * abs(gained):
+        # A large bend may be due to an input in which torch has no derivative: then it is named.
         return pulled
     known = [place for place, _ in pulled.gradients]
     unknown = [place for place in reads if place not in known]
@@ -370,19 +378,19 @@ _STATISTICS: Final = ("mean", "rstd", "spread", "statistics", "save_mean", "save
 def _lacking(
     operation: Operation,
     inputs: Inputs,
-    results: Mapping[int, Result],
+    results: Mapping[int, OpResult],
     drawn: Sequence[Tensor],
     local: Mapping[int, Tensor],
-    unknown: Sequence[Place],
+    unknown: Sequence[TensorPlace],
 ) -> dict[str, float]:
-    """Of places without a derivative: argument -> what the reference's value there would change."""
+    """Return, for places without a derivative, argument -> what the reference's value there would change."""
     found: dict[str, float] = {}
     for own in unknown:
         name = operation.argument(own)
         if not bool(inputs.error(own).any()) or ("norm" in operation.name and name in _STATISTICS):
             continue
 
-        def read(place: Place, written: bool, own: Place = own) -> Tensor:
+        def read(place: TensorPlace, written: bool, own: TensorPlace = own) -> Tensor:
             value = inputs.low(place)
             return value - inputs.error(place) if place == own else value.clone() if written else value
 
@@ -397,14 +405,14 @@ def _lacking(
 def _pulled_at_midpoint(
     operation: Operation,
     inputs: Inputs,
-    results: Mapping[int, Result],
+    results: Mapping[int, OpResult],
     drawn: Sequence[Tensor],
-    reads: Container[Place],
-) -> list[tuple[Place, Tensor]]:
-    def value(place: Place) -> Tensor:
+    reads: Container[TensorPlace],
+) -> list[tuple[TensorPlace, Tensor]]:
+    def value(place: TensorPlace) -> Tensor:
         return inputs.midpoint(place, inputs.dtype) if place.is_float else inputs.low(place)
 
-    def gradients(decomposed: bool, only: Container[int] | None) -> list[tuple[Place, Tensor]]:
+    def gradients(decomposed: bool, only: Container[int] | None) -> list[tuple[TensorPlace, Tensor]]:
         read = _Leaves(value, reads, only)
         with torch.enable_grad():
             found = operation.run(read, inputs.dtype, drawn, decomposed)
@@ -413,8 +421,9 @@ def _pulled_at_midpoint(
     for decomposed in (False, True):
         with contextlib.suppress(RuntimeError, NotImplementedError):
             return gradients(decomposed, None)
-    found: list[tuple[Place, Tensor]] = []
-    for number in range(sum(isinstance(leaf, Place) and leaf.is_float for leaf in operation.leaves)):
+    # Where one input has no derivative torch refuses all: each is tried alone.
+    found: list[tuple[TensorPlace, Tensor]] = []
+    for number in range(sum(isinstance(leaf, TensorPlace) and leaf.is_float for leaf in operation.leaves)):
         with contextlib.suppress(RuntimeError, NotImplementedError):
             found += gradients(False, {number})
     return found

@@ -1,4 +1,4 @@
-"""A whole training step as one CUDA graph: ``fxprec.capture_step``."""
+"""Capture a whole training step as one CUDA graph: ``fxprec.capture_step``."""
 
 from fxprec.whole_step.captured_step import CapturedStep, capture_step
 

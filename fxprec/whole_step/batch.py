@@ -1,4 +1,4 @@
-"""One batch: what of it is a tensor, which graph serves it, and its micro-batches."""
+"""Check one batch: which of its parts are tensors, which graph serves it, and how it is cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -46,30 +46,31 @@ class Batch:
         return batch
 
     def key(self) -> Hashable:
-        """Equal for the batches that one graph serves."""
+        """Return a key that is equal for the batches that one graph serves."""
+        # A graph is bound to strides as well: kernels were chosen by them.
         return self.names, tuple(
             (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else (type(value), value)
             for value in self.values
         )
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """As they were given: positional ones and keywords."""
+        """Return positional and keyword arguments as they were given."""
         count = len(self.values) - len(self.names)
         return self.values[:count], dict(zip(self.names, self.values[count:], strict=True))
 
     def parts(self, count: int) -> list[Batch]:
-        """``count`` micro-batches: views, cut along dimension 0."""
+        """Return ``count`` micro-batches: views, cut along dimension 0."""
         if count == 1:
             return [self]
         cut = [v.chunk(count) if isinstance(v, Tensor) else (v,) * count for v in self.values]
         return [Batch(self.names, values) for values in zip(*cut, strict=True)]
 
     def static(self, device: torch.device) -> Batch:
-        """The same in memory of its own on ``device``, which a graph reads at every replay."""
+        """Copy the batch to memory of its own on ``device``, which a graph reads at every replay."""
         return Batch(self.names, tuple(_copy(v, device) if isinstance(v, Tensor) else v for v in self.values))
 
     def copy(self) -> Batch:
-        """The same in memory of its own, where it is."""
+        """Copy the batch to memory of its own, where it is."""
         return Batch(self.names, tuple(_copy(v, v.device) if isinstance(v, Tensor) else v for v in self.values))
 
     def fill(self, other: Batch) -> None:
@@ -80,7 +81,7 @@ class Batch:
                     mine.copy_(given, non_blocking=True)
 
     def described(self) -> str:
-        """Shapes and dtypes, for messages."""
+        """Write shapes and dtypes, for messages."""
         found = [
             f"{str(v.dtype).removeprefix('torch.')}{[*v.shape]}" if isinstance(v, Tensor) else repr(v)
             for v in self.values

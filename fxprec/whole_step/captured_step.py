@@ -1,4 +1,4 @@
-"""``capture_step``: one call is one training step, on CUDA by one graph for each shape of a batch."""
+"""Make one call one training step, on CUDA by one graph for each shape of a batch: ``capture_step``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _IN_VAIN: Final = 3
 
 @dataclass(slots=True, eq=False)
 class _Graph:
-    """One captured step. ``report``: loss and, if the scaler notes it, its flag; FP32, written by each replay."""
+    """Captured graph of a step. ``report``: loss and perhaps the scaler's flag, in FP32, written by each replay."""
 
     recording: torch.cuda.CUDAGraph
     batch: Batch
@@ -60,7 +60,7 @@ class _Graph:
 
 
 class CapturedStep:
-    """A training step; see ``capture_step``. Not for several threads or streams at once."""
+    """Training step as a call; see ``capture_step``. Not for several threads or streams at once."""
 
     def __init__(self, iteration: Iteration, example: Batch, max_graphs: int) -> None:
         self._iteration, self._most = iteration, max_graphs
@@ -94,7 +94,7 @@ class CapturedStep:
 
     @property
     def graphs(self) -> tuple[str, ...]:
-        """What was captured: shapes and dtypes of the batch of each graph. Empty on a CPU, where steps run eagerly."""
+        """Shapes and dtypes of the batch of each captured graph. Empty on a CPU, where steps run eagerly."""
         return tuple(graph.batch.described() for graph in self._graphs.values())
 
     def __repr__(self) -> str:
@@ -108,6 +108,7 @@ class CapturedStep:
         optimizer, scaler = self._iteration.optimizer, self._iteration.scaler
         self._iteration.drop_gradients()
         graph.shadows.before()
+        # Only our scaler has Python state that a replay moves; torch's has all of it in tensors of the graph.
         ours = scaler if isinstance(scaler, LossScaler) and scaler.is_enabled() else None
         if ours is not None:
             ours._before_replay(optimizer)
@@ -117,6 +118,7 @@ class CapturedStep:
         # What Python would have done in an eager step.
         graph.shadows.after()
         set_called(optimizer, True)  # of which torch's lr schedulers make sure
+        # The next replay overwrites the report, while the caller may still hold the loss.
         report = graph.report.clone()
         graph.watched.replayed(kept)
         if ours is not None:
@@ -124,7 +126,7 @@ class CapturedStep:
         return report[0]
 
     def _graph_of(self, batch: Batch, recorder: cuda.CudaRecorder) -> _Graph:
-        """The graph that serves a batch as things are now, captured if need be."""
+        """Return the graph that serves a batch as things are now, captured if need be."""
         key = batch.key(), *map(_training, self._modules)
         graph, in_vain = self._graphs.get(key), 0
         if graph is not None:
@@ -132,6 +134,7 @@ class CapturedStep:
             if change is None:
                 return graph
             in_vain = graph.in_vain + 1 if graph.replays < 2 else 0
+            # A value that changes at every step would capture for ever, each capture as slow as many steps.
             if in_vain >= _IN_VAIN:
                 raise CaptureError(
                     f"{change}: it changed before each of the last {in_vain + 1} steps, and each time the step had to "
@@ -150,6 +153,7 @@ class CapturedStep:
         except BaseException:
             self._graphs.clear()  # a capture that fails may take the generator's state from those that were there
             raise
+        # A forward may have replaced submodules (a conversion was refused, say): graphs of the old ones are of no use.
         if (modules := _modules_of(self._iteration)) != self._modules:
             self._graphs.clear()
             self._modules = modules
@@ -189,6 +193,8 @@ class CapturedStep:
         for number in range(_WARM_UP - 1):
             with recorded(self._iteration):
                 self._iteration.run(batch, zeroed=number == 0)
+        # The last warm-up step is strict: what waits for the device is named with its line, before the capture fails on
+        # it.
         with explained("the step"), recorder.strict():
             _reported(self._iteration, batch)
 
@@ -214,7 +220,7 @@ def capture_step(
     max_norm: float | None = None,
     max_graphs: int = 16,
 ) -> CapturedStep:
-    """A whole training step as one call: ``loss = step(x, y)``.
+    """Capture a whole training step as one call: ``loss = step(x, y)``.
 
     Forward, loss, backward, unscale, clip, update, shadow write and scale update. On CUDA they are one CUDA graph for
     each shape of a batch, replayed without Python; elsewhere the same calls, one after the other. It changes no value:

@@ -1,4 +1,4 @@
-"""CUDA graphs of PyTorch: the one place that captures."""
+"""Capture CUDA graphs of PyTorch; no other file does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 def recorder_of(device: torch.device) -> CudaRecorder | None:
-    """The recorder of a device; None: it has no graphs, and steps run as they are."""
+    """Return the recorder of a device; None where it has no graphs, and steps run as they are."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
@@ -30,7 +30,7 @@ def _stream(index: int) -> torch.cuda.Stream:
 
 
 class CudaRecorder:
-    """Graphs of one device, out of one memory pool: no two may run at the same time.
+    """Recorder of one device's graphs, which share one memory pool: no two may run at the same time.
 
     Attributes:
         device: where the work runs.
@@ -51,7 +51,7 @@ class CudaRecorder:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Work goes to ``stream``, after what was queued before; what comes later waits for it."""
+        """Queue work on ``stream``, after what was queued before; what comes later waits for it."""
         outside = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(outside)
         try:
@@ -62,7 +62,7 @@ class CudaRecorder:
 
     @contextmanager
     def strict(self) -> Iterator[None]:
-        """Waiting for the device raises a RuntimeError where it happens."""
+        """Raise a RuntimeError where something waits for the device."""
         before = torch.cuda.get_sync_debug_mode()
         _debug_syncs("error")
         try:
@@ -99,10 +99,11 @@ class CudaRecorder:
         return graph, made[0]
 
     def _clean_up(self) -> None:
-        """What the end of a capture does not come to when CUDA declares it invalid."""
+        """Do what the end of a capture leaves undone when CUDA declares it invalid."""
         with contextlib.suppress(RuntimeError):  # where it did come to it
             end_allocation(self.device.index, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
+        # The generator may still think that it is captured, and would refuse every later draw.
         generator = torch.cuda.default_generators[self.device.index]
         try:
             torch.rand((), device=self.device)

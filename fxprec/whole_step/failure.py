@@ -1,4 +1,4 @@
-"""Why a step cannot be a graph, in words: the line of the user's code, and what to do about it."""
+"""Explain why a step cannot be a graph: the line of the user's code, and what to do about it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PACKAGES: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """What fails in here worked eagerly before.
+    """Explain a failure in the block, of code that worked eagerly before.
 
     Raises:
         CaptureError: instead, with the line of the user's code.

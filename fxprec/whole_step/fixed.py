@@ -1,4 +1,4 @@
-"""What a captured graph takes as given: a change of it is seen before a replay, and another graph is captured.
+"""Check before a replay what a captured graph takes as given: after a change another graph is captured.
 
 A graph holds addresses and numbers as they were. It has no eyes for a parameter that was replaced, a hook that was
 added, or a weight decay that was set.
@@ -28,7 +28,7 @@ _wants_gradient = operator.attrgetter("requires_grad")
 
 
 class Fixed:
-    """As it is now. Keeps alive every tensor that the graph reads by its address.
+    """State that a captured graph takes as given. Keeps alive every tensor that the graph reads by its address.
 
     Args:
         iteration, rates, shadows: what was captured.
@@ -58,8 +58,9 @@ class Fixed:
         self._kept = held, None if plans is None else plans.kept(), graphs
 
     def changed(self) -> str | None:
-        """What is no longer so, in a few words; None: the graph can be replayed."""
+        """Return what is no longer so, in a few words; None where the graph can be replayed."""
         optimizer = self._optimizer
+        # Cheap checks of many objects come first, identities in C loops: this runs before every replay.
         if not self._attributes.same():
             return "an attribute, a parameter, a submodule or a hook of the model"
         if not _identical(_owned_by(optimizer), self._owned):
@@ -81,7 +82,7 @@ class Fixed:
         return self._rates.changed() or (None if self._shadows.same() else "the low copies of the weights")
 
     def _hooks_now(self) -> list[Any]:
-        """Those of the parameters' gradients, and of the optimizer's step."""
+        """Return the hooks of the parameters' gradients, and of the optimizer's step."""
         found = (
             *map(backward_hooks_of, self._parameters),
             *map(late_hooks_of, self._parameters),
@@ -90,7 +91,7 @@ class Fixed:
         return [*chain.from_iterable(map(dict.values, filter(None, found)))]
 
     def _numbers_now(self) -> dict[str, Any]:
-        """Hyper-parameters but ``lr``, how the scale moves, and the context of the call: 'where' -> value."""
+        """Return place -> value of hyper-parameters but ``lr``, how the scale moves, and the context of the call."""
         optimizer = self._optimizer
         numbers: dict[str, Any] = {
             f"param_groups[{place}]['{name}']": _comparable(group[name])
@@ -109,7 +110,7 @@ class Fixed:
 
 
 class _Attributes:
-    """Every attribute of every module, and of the lists, dicts and sets among them: by identity, in C loops."""
+    """Attributes of every module, and of the lists, dicts and sets among them: by identity, in C loops."""
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         attributes = [module.__dict__ for root in roots for module in root.modules()]
@@ -118,6 +119,7 @@ class _Attributes:
         sequences = [value for value in held if type(value) in _SEQUENCES]
         self._dicts = [*attributes, *filter(None, dicts)]
         self._sequences = [*filter(None, sequences)]
+        # An empty container has no elements to compare: that it is still empty is checked by itself.
         self._empty = [value for value in (*dicts, *sequences) if not value]
         self._values = self.now()
 
@@ -133,7 +135,7 @@ def _identical(now: list[Any], before: list[Any]) -> bool:
 
 
 def attributes_of(roots: Iterable[nn.Module]) -> list[Any]:
-    """What the modules hold now, one list deep."""
+    """Return what the modules hold now, one list deep."""
     return _Attributes(roots).now()
 
 
@@ -142,7 +144,7 @@ def _owned_by(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _state_of(optimizer: Optimizer) -> list[Any]:
-    """Tensors by identity. (Numbers among them are those of no optimizer that a graph can hold.)"""
+    """Return the optimizer's state, by identity. (Numbers in it are those of no optimizer that a graph can hold.)"""
     return [*chain.from_iterable(map(dict.values, optimizer.state.values()))]
 
 

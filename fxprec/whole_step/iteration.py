@@ -1,4 +1,4 @@
-"""One training iteration: what runs as it stands on a CPU, and is captured on CUDA."""
+"""One training iteration: on a CPU it runs as it stands, on CUDA it is captured."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Iteration:
         self.conversions = [conversion_of(module) for module in everything if is_converted(module)]
 
     def run(self, batch: Batch, *, zeroed: bool = False) -> tuple[Tensor, Tensor | None]:
-        """One step. Gradients are gone before and after it, and the scaler is between two iterations, also on an error.
+        """Run one step. Gradients are gone before and after it, and the scaler is between iterations, also on an error.
 
         Args:
             batch: of this step.
@@ -90,7 +90,7 @@ class Iteration:
     def backward(
         self, batch: Batch, scaled: Callable[[Tensor], Tensor], *, known: list[Tensor] | None = None
     ) -> list[Tensor]:
-        """Forward and backward of each micro-batch.
+        """Run forward and backward of each micro-batch.
 
         Args:
             batch: of this step.
@@ -112,30 +112,31 @@ class Iteration:
         return losses
 
     def roots(self) -> list[nn.Module]:
-        """The model, and a loss that is a module."""
+        """Return the model, and a loss that is a module."""
         return [self.model, *([self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [])]
 
     def stores(self) -> list[ShadowStore]:
-        """The shadows of every converted module in the step."""
+        """Return the shadow stores of every converted module in the step."""
         return [conversion.store for conversion in self.conversions]
 
     def watchers(self) -> list[Watcher]:
-        """Those who watch its models (``fxprec.numerics.watch``)."""
+        """Return the watchers of its models (``fxprec.numerics.watch``)."""
         return [each.watcher for each in self.conversions if each.watcher is not None]
 
     def drop_gradients(self) -> None:
-        """``zero_grad`` of everything that a backward may reach."""
+        """Drop the gradients of everything that a backward may reach."""
         for parameter in (*self.parameters, *parameters_of(self.optimizer)):  # a group may have been added
             parameter.grad = None
 
     def _one_refresh(self) -> AbstractContextManager[object]:
+        # Weights do not move between micro-batches: their shadows are refreshed once.
         if self.parts > 1 and is_converted(self.model):
             return accumulate(self.model)
         return nullcontext()
 
     @contextmanager
     def _no_old_casts(self) -> Iterator[None]:
-        """Under a torch.autocast of the caller: no weight that was cast before this step, and none that stays."""
+        """Keep the caller's autocast from using weights that were cast before this step, and from keeping any."""
         around = torch.is_autocast_enabled(self.parameters[0].device.type)
         before = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(before and not around)

@@ -1,4 +1,4 @@
-"""Everything as it was before some training steps: the warm-up of a graph, and its capture, change no value."""
+"""Put everything back after training steps: the warm-up of a graph, and its capture, change no value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxprec.whole_step.scales import scaler_untouched
 
 @contextmanager
 def put_back(iteration: Iteration, device: torch.device) -> Iterator[None]:
-    """Steps in the block leave no trace on weights, buffers, optimizer, scaler, gradients and random numbers.
+    """Undo steps of the block on weights, buffers, optimizer, scaler, gradients and random numbers.
 
     Nor do those who watch the model know of them.
 
@@ -34,7 +34,7 @@ def put_back(iteration: Iteration, device: torch.device) -> Iterator[None]:
         for watcher in iteration.watchers():
             stack.enter_context(watcher.aside())
         stack.enter_context(_attributes_put_back(iteration))
-        values = _Values([*iteration.parameters, *_buffers(iteration)])
+        values = _SavedTensors([*iteration.parameters, *_buffers(iteration)])
         state = _State(optimizer)
         called = was_called(optimizer)
         completed = False
@@ -50,7 +50,7 @@ def put_back(iteration: Iteration, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def backward_put_back(iteration: Iteration) -> Iterator[None]:
-    """Forwards and backwards in the block leave no trace on buffers, gradients and random numbers.
+    """Undo forwards and backwards of the block on buffers, gradients and random numbers.
 
     There are no gradients before, and nobody hears of those that are accumulated.
     """
@@ -61,7 +61,7 @@ def backward_put_back(iteration: Iteration) -> Iterator[None]:
 
 @contextmanager
 def _attributes_put_back(iteration: Iteration) -> Iterator[None]:
-    """What modules hold, gradients and random numbers."""
+    """Put back what modules hold, gradients and random numbers."""
     attributes = [(ModelState(root), _classes(root), root) for root in iteration.roots()]
     gradients = [(p, p.grad) for p in iteration.parameters]
     random = RandomState()
@@ -84,8 +84,8 @@ def _classes(root: nn.Module) -> list[type]:
     return [*map(type, root.modules())]
 
 
-class _Values:
-    """Tensors and what they held."""
+class _SavedTensors:
+    """Tensors with copies of their values."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         with torch.no_grad():
@@ -98,16 +98,19 @@ class _Values:
 
 
 class _State:
-    """The state of an optimizer."""
+    """State of an optimizer, with copies of its values."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._before = {owner: {**state} for owner, state in optimizer.state.items()}
-        self._values = _Values([v for state in self._before.values() for v in state.values() if isinstance(v, Tensor)])
+        self._values = _SavedTensors(
+            [v for state in self._before.values() for v in state.values() if isinstance(v, Tensor)]
+        )
 
     def restore(self, keep: bool) -> None:
         for owner, state in [*self._optimizer.state.items()]:
             before = self._before.get(owner)
+            # The graph has the addresses of state that the block made: it stays, at zero as in a first step.
             if before:
                 state.update(before)
             elif keep:

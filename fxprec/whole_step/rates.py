@@ -1,4 +1,4 @@
-"""Learning rates in device memory, so that schedulers work: a graph would hold a Python number as it was captured."""
+"""Keep learning rates in device memory, so that schedulers work: a graph holds a Python number as it was captured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 
 class Rates:
-    """The learning rates of one optimizer, one 0-dim tensor for each group whose ``lr`` is a number.
+    """Learning rates of one optimizer, one 0-dim tensor for each group whose ``lr`` is a number.
 
     ``param_groups`` keep their numbers, for schedulers and state dicts. An ``lr`` that is a tensor on the device is
     left to the graph, which reads it there: schedulers write into it.
@@ -35,7 +35,7 @@ class Rates:
 
     @contextmanager
     def in_groups(self) -> Iterator[None]:
-        """The tensors in the places of the numbers."""
+        """Put the tensors in the places of the numbers while the context lasts."""
         groups = self._optimizer.param_groups
         numbers = [group["lr"] for group in groups]
         try:
@@ -48,7 +48,7 @@ class Rates:
 
     @contextmanager
     def capturable(self) -> Iterator[None]:
-        """While a graph is captured torch's Adam asks for ``capturable=True``, which its fused kernel is anyway."""
+        """Set ``capturable``, for which torch's Adam asks while a graph is captured; its fused kernel is so anyway."""
         groups = [group for group in self._optimizer.param_groups if "capturable" in group]
         before = [group["capturable"] for group in groups]
         try:
@@ -67,7 +67,7 @@ class Rates:
                 self._sent[place] = now
 
     def changed(self) -> str | None:
-        """What makes the graph read another tensor than that of a group; None: nothing."""
+        """Return what makes the graph read another tensor than that of a group; None where nothing does."""
         for place, (group, known) in enumerate(zip(self._optimizer.param_groups, self._read, strict=True)):
             lr: Any = group["lr"]
             if (lr is not known) if known is not None else self._on_device(lr):

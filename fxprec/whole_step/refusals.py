@@ -1,4 +1,4 @@
-"""What a captured step cannot be made of, said before anything has run."""
+"""Refuse what a captured step cannot be made of, before anything has run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxprec.whole_step.iteration import Iteration
 
 
 def check_types(iteration: Iteration) -> None:
-    """Raises TypeError for what is no model, optimizer, scaler or loss function."""
+    """Raise TypeError for what is no model, optimizer, scaler or loss function."""
     model, optimizer = iteration.model, iteration.optimizer
     if not isinstance(model, nn.Module):
         raise TypeError(f"capture_step takes a module, not a {type(model).__name__}")
@@ -35,7 +35,7 @@ def check_types(iteration: Iteration) -> None:
 
 
 def check_values(iteration: Iteration) -> None:
-    """What holds on a CPU too.
+    """Check what holds on a CPU too.
 
     Raises:
         ValueError: arguments out of range, or that contradict each other. CaptureError: several processes.
@@ -75,7 +75,7 @@ def _refuse_distributed(iteration: Iteration) -> None:
 
 
 def device_of(iteration: Iteration) -> torch.device:
-    """Where everything is.
+    """Return the device that everything is on.
 
     Raises:
         CaptureError: on several devices.
@@ -91,7 +91,7 @@ def device_of(iteration: Iteration) -> torch.device:
 
 
 def refuse_ungraphable(iteration: Iteration) -> None:
-    """Optimizers whose step a CUDA graph cannot hold.
+    """Refuse optimizers whose step a CUDA graph cannot hold.
 
     Raises:
         CaptureError: it reads ``lr`` or its step count on the host, or cannot skip a step on the device.
@@ -122,7 +122,7 @@ def refuse_ungraphable(iteration: Iteration) -> None:
 
 @contextmanager
 def buffers_in_place(iteration: Iteration) -> Iterator[None]:
-    """A block in which a step is captured.
+    """Check that a step captured in the block writes buffers in place.
 
     Raises:
         CaptureError: it made another tensor of a buffer: each replay would begin with the values of now.
@@ -140,7 +140,7 @@ def buffers_in_place(iteration: Iteration) -> Iterator[None]:
 
 
 def _refuse_unborn_state(optimizer: Optimizer) -> None:
-    """Of Adam and SGD it is known that states begin as zeros, and that all steps are alike then."""
+    """Refuse optimizers whose first step is unlike the others; Adam and SGD begin with states of zeros."""
     unborn = any(p.requires_grad and not optimizer.state.get(p) for p in parameters_of(optimizer))
     name = type(optimizer).__name__
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):

@@ -1,4 +1,4 @@
-"""What a step does to its scaler: nothing while it is captured; after a replay what an eager one would have."""
+"""Handle the scaler of a step: unmoved while the step is captured; after a replay as after an eager step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxprec.torch_internals import fresh_states, place_scale, scale_names, scale
 
 
 def scale_tensors(scaler: GradScaler) -> list[Tensor]:
-    """Scale and trackers, where they were placed."""
+    """Return scale and trackers, where they were placed."""
     losses: Any = scaler._scales.losses if isinstance(scaler, LossScaler) else [scaler]
     names = ("scale", "growth_tracker", "hysteresis_left") if isinstance(scaler, LossScaler) else scale_names
     if not scaler.is_enabled():
@@ -24,7 +24,7 @@ def scale_tensors(scaler: GradScaler) -> list[Tensor]:
 
 
 def scale_rule(scaler: GradScaler) -> tuple[float, ...] | None:
-    """How the scale moves: numbers that a graph holds. None: disabled."""
+    """Return how the scale moves, as numbers that a graph holds; None for a disabled scaler."""
     if not scaler.is_enabled():
         return None
     return scaler.get_growth_factor(), scaler.get_backoff_factor(), float(scaler.get_growth_interval())
@@ -47,7 +47,7 @@ def refuse_open_iteration(scaler: GradScaler) -> None:
 
 
 def forget_iteration(scaler: GradScaler) -> None:
-    """After an error in the middle of an iteration, whose gradients are gone: the next one may begin."""
+    """Drop an iteration that an error ended, whose gradients are gone: the next one may begin."""
     if not scaler.is_enabled():
         return
     if isinstance(scaler, LossScaler):
@@ -58,7 +58,7 @@ def forget_iteration(scaler: GradScaler) -> None:
 
 @contextmanager
 def scaler_untouched(scaler: GradScaler, device: torch.device) -> Iterator[None]:
-    """Iterations in the block leave no trace: scales and trackers, what was skipped, and what is known of gradients.
+    """Undo iterations of the block: scales and trackers, what was skipped, and what is known of gradients.
 
     The scales are placed on the device, where a graph will find them.
     """

@@ -1,4 +1,4 @@
-"""Shadows and a graph: fresh before a replay reads them, and known to be fresh, or stale, after it.
+"""Keep shadows and a graph in step: fresh before a replay reads them, and known to be fresh, or stale, after it.
 
 A replay runs no Python, so no shadow store learns of the step. Two cases::
 
@@ -22,7 +22,7 @@ from fxprec.whole_step.iteration import Iteration
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """The shadows of one store that the graph reads or writes. ``read``: it does read them."""
+    """Shadows of one store that the graph reads or writes. ``read``: it does read them."""
 
     store: ShadowStore
     weights: list[Tensor]
@@ -35,7 +35,7 @@ class _Link:
 
 
 class ShadowLinks:
-    """The shadows that a step has to do with: those its forward reads, and all those of weights that it changes."""
+    """Shadows that a step concerns: those its forward reads, and all those of weights that it changes."""
 
     def __init__(self, iteration: Iteration) -> None:
         self._optimizer: Optimizer = iteration.optimizer
@@ -51,11 +51,11 @@ class ShadowLinks:
         self._known = {id(link.store) for link in self._links}
 
     def same(self) -> bool:
-        """Whether they are still those that the graph reads and writes."""
+        """Return whether the shadows are still those that the graph reads and writes."""
         return all(link.same() for link in self._links)
 
     def before(self) -> None:
-        """Before a replay: copy what changed since the last forward, where the graph itself does not."""
+        """Copy changed weights to their shadows before a replay, where the graph itself does not."""
         if self._writes:
             with torch.no_grad():
                 for link in self._links:
@@ -63,7 +63,7 @@ class ShadowLinks:
                         link.store.read(link.weights)
 
     def after(self) -> None:
-        """After a replay: a next forward must not read old values, nor a pending backward take new ones for old."""
+        """Mark shadows after a replay: a forward must not read old ones, nor a pending backward new ones."""
         for store in stores():
             if not self._writes or id(store) not in self._known:
                 store.note_stepping(parameters_of(self._optimizer))

@@ -1,4 +1,4 @@
-"""Parameters that a backward reaches and nobody named: their gradients would pile up where a graph cannot follow."""
+"""Refuse parameters that a backward reaches and nobody named: a graph cannot follow where their gradients pile up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxprec.scaling.gradients import leaves_below
 
 
 def refuse_strangers(loss: Tensor, known: Iterable[Tensor]) -> None:
-    """Look through the autograd graph of a loss, before its backward.
+    """Check that the backward of a loss reaches no other parameters than those known.
 
     A gradient that stays from step to step is added to in place: a graph would go on to write where it was when the
     step was captured, also after a ``zero_grad`` gave that memory to somebody else.

@@ -30,13 +30,13 @@ from fxprec.whole_step.put_back import backward_put_back
 
 @contextmanager
 def recorded(iteration: Iteration) -> Iterator[list[object]]:
-    """A step in the block is looked at by the device alone; a recording for each watcher."""
+    """Record a step of the block for each watcher: it is looked at by the device alone."""
     with ExitStack() as stack:
         yield [stack.enter_context(watcher.recording()) for watcher in iteration.watchers()]
 
 
 class Watched:
-    """What is to be done around each replay of one graph; nothing where nobody watches.
+    """Work around each replay of one graph for those who watch the model; none where nobody does.
 
     Args:
         iteration: that was captured.
@@ -51,14 +51,14 @@ class Watched:
         self._others = [b for root in iteration.roots() for b in root.buffers() if id(b) not in own]
 
     def kept(self, batch: Batch) -> KeptIteration | None:
-        """Of the step that comes next, on this batch, which the one after it overwrites."""
+        """Snapshot what running this step again needs; the step after it overwrites the buffers."""
         if not self._pairs:
             return None
         written = [buffer for watcher, _ in self._pairs for buffer in watcher.written()]
         return KeptIteration.of(self._iteration, batch, [*written, *self._others])
 
     def replayed(self, step: KeptIteration | None) -> None:
-        """It was launched."""
+        """Tell the watchers that a replay was launched."""
         if step is not None:
             for watcher, recording in self._pairs:
                 again = functools.partial(step.run_again, watcher)
@@ -67,7 +67,7 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class KeptIteration:
-    """A step, from before it runs. ``values``: of ``buffers``, those that it may write."""
+    """Snapshot of a step, from before it runs. ``values``: of ``buffers``, those that it may write."""
 
     iteration: Iteration
     batch: Batch
@@ -83,7 +83,7 @@ class KeptIteration:
         return cls(iteration, batch.copy(), RandomState(only_torch=True), buffers, values)
 
     def run_again(self, watcher: Watcher, scale: float) -> None:
-        """Forward, and backward at a loss scale, without the graph; all is as before afterwards. One alone watches."""
+        """Run forward, and backward at a loss scale, without the graph, for one watcher; then put all back."""
         with backward_put_back(self.iteration), ExitStack() as stack:
             for other in self.iteration.watchers():
                 if other is not watcher:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxprec
-from fxprec.inspection.report import Row
+from fxprec.inspection.report import NodeRow
 from fxprec.model.module import conversion_of
 from fxprec.numerics import audit
 from fxprec.numerics.alternatives import Alternatives
@@ -51,7 +51,7 @@ def casts_and_bytes(model: nn.Module) -> tuple[int, int]:
     return casts, moved
 
 
-def rows(model: nn.Module) -> dict[str, Row]:
+def rows(model: nn.Module) -> dict[str, NodeRow]:
     return {row.node: row for graph in fxprec.report(model).graphs for row in graph.rows if row.kind == "op"}
 
 

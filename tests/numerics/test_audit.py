@@ -17,7 +17,7 @@ import fxprec
 from as_it_was import unchanged
 from fxprec.model.module import conversion_of
 from fxprec.numerics import audit, locate, ranges, tune
-from fxprec.numerics.audit import Reads, ledger_of
+from fxprec.numerics.audit import InputErrors, ledger_of
 from fxprec.numerics.problem import Problem
 
 
@@ -293,7 +293,7 @@ def test_what_each_reader_would_lose_is_told_where_it_is_asked_for() -> None:
     original = Branches()
     model = fxprec.convert(copy.deepcopy(original), dtype=torch.bfloat16)[0]
     inputs = [(torch.randn(16, 16), torch.randn(16, 16)) for _ in range(2)]
-    reads = Reads(torch.bfloat16)
+    reads = InputErrors(torch.bfloat16)
     asked, unasked = (ledger_of(Problem(model, F.mse_loss), inputs, reads=each) for each in (reads, None))
     assert [row.node for row in asked.rows] == [row.node for row in unasked.rows]
     assert [row.rounding for row in asked.rows] == pytest.approx([row.rounding for row in unasked.rows], rel=1e-6)

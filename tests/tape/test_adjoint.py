@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fxprec.tape import vjp
 from fxprec.tape.adjoint import measured, terms
 from fxprec.tape.exact_ops import EXACT, draws
-from fxprec.tape.memory import Place
+from fxprec.tape.memory import TensorPlace
 from fxprec.tape.operation import Operation
-from fxprec.tape.origin import Origin
-from fxprec.tape.recorder import Recorder
-from fxprec.tape.vjp import _LINEAR, _PRODUCTS, Result, inner, pull
+from fxprec.tape.origin import OpOrigin
+from fxprec.tape.recorder import OpRecorder
+from fxprec.tape.vjp import _LINEAR, _PRODUCTS, OpResult, inner, pull
 from fxprec.torch_internals import aten_to_copy
 
 OPS = [
@@ -59,7 +59,7 @@ def is_float(value: object) -> bool:
     )
 
 
-def added_up(recorder: Recorder, results: Any) -> tuple[float, float, float] | None:
+def added_up(recorder: OpRecorder, results: Any) -> tuple[float, float, float] | None:
     """Measured, explained, and the size of the target: a sum of all floats with random weights."""
     places = [recorder.memory.place(each) for each in tree_leaves(results) if is_float(each)]
     generator = torch.Generator().manual_seed(0)
@@ -84,7 +84,7 @@ def test_columns_of_an_op_add_up(op: Any) -> None:
     judged = 0
     samples = op.sample_inputs_func(op, "cpu", torch.float32, False)  # op.sample_inputs seeds before each: 0.1 s
     for sample in itertools.islice(samples, 2):
-        recorder = Recorder(torch.float64)
+        recorder = OpRecorder(torch.float64)
         torch.manual_seed(0)
         with recorder, torch.no_grad():
             args, kwargs = tree_map(lowered, ((sample.input, *sample.args), sample.kwargs))
@@ -103,7 +103,7 @@ def test_columns_of_an_op_add_up(op: Any) -> None:
 
 
 def test_a_mask_of_infinities_has_no_error() -> None:
-    recorder = Recorder(torch.float64)
+    recorder = OpRecorder(torch.float64)
     scores, mask = torch.randn(4, 9), torch.zeros(4, 9).index_fill(1, torch.tensor([2, 7]), -torch.inf)
     with recorder, torch.no_grad():
         results = (scores.bfloat16() + mask.bfloat16()).softmax(-1)
@@ -115,7 +115,7 @@ def test_a_mask_of_infinities_has_no_error() -> None:
 
 def test_a_row_that_is_masked_everywhere_has_no_error() -> None:
     """Its derivative is not a number: -inf - -inf."""
-    recorder = Recorder(torch.float64)
+    recorder = OpRecorder(torch.float64)
     scores, mask = torch.randn(4, 9), torch.zeros(4, 9, dtype=torch.bool).index_fill(0, torch.tensor([1]), True)
     with recorder, torch.no_grad():
         results = scores.bfloat16().masked_fill(mask, -torch.inf).logsumexp(-1).exp()
@@ -143,7 +143,7 @@ ROUTES = {
 def test_what_is_decided_otherwise_bends(name: str) -> None:
     """``up`` is False all over in the reference, whose casts change nothing."""
     x = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
-    recorder = Recorder(torch.float64)
+    recorder = OpRecorder(torch.float64)
     with recorder, torch.no_grad():
         up = x.bfloat16().float() > x
         result = ROUTES[name](x.bfloat16(), up)
@@ -174,7 +174,7 @@ WRITES = {
 @pytest.mark.parametrize("name", WRITES)
 def test_casts_share_values_until_one_of_both_is_written(name: str) -> None:
     x = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
-    recorder = Recorder(torch.float64)
+    recorder = OpRecorder(torch.float64)
     with recorder, torch.no_grad():
         result = WRITES[name](x)
     wide = torch.Tensor.double
@@ -192,7 +192,7 @@ def test_casts_share_values_until_one_of_both_is_written(name: str) -> None:
 
 def test_the_local_error_of_a_product_is_estimated_from_some_of_its_rows() -> None:
     a, b = torch.randn(640, 96), torch.randn(96, 160)
-    recorder = Recorder(torch.float64)
+    recorder = OpRecorder(torch.float64)
     with recorder, torch.no_grad():
         result = a.bfloat16() @ b.bfloat16()
     exact = a.bfloat16().double() @ b.bfloat16().double()
@@ -223,7 +223,7 @@ def test_the_local_error_of_a_product_is_estimated_from_some_of_its_rows() -> No
 def test_products_have_no_bend(run: Any) -> None:
     generator = torch.Generator().manual_seed(2)
     x, w = torch.randn(6, 6, generator=generator), torch.randn(6, 6, generator=generator)
-    recorder = Recorder(torch.float64)
+    recorder = OpRecorder(torch.float64)
     with recorder, torch.no_grad():
         result = run(x.bfloat16(), w.bfloat16())
     place = recorder.memory.place(result)
@@ -255,14 +255,14 @@ def test_a_cast_to_another_device_is_compared_there(monkeypatch: pytest.MonkeyPa
     """On fake tensors, whose device need not be there; they have no values, which inner products would want."""
     monkeypatch.setattr(vjp, "inner", lambda weight, value: float((weight * value).numel()))
     monkeypatch.setattr(vjp, "difference", torch.sub)
-    place = Place(0, torch.float32, (4,), (1,), 0)
-    made = Place(1, torch.bfloat16, (4,), (1,), 0)
-    cast = Operation(aten_to_copy, (place,), None, (0,), (), (made,), (), Origin("outside", ""))
+    place = TensorPlace(0, torch.float32, (4,), (1,), 0)
+    made = TensorPlace(1, torch.bfloat16, (4,), (1,), 0)
+    cast = Operation(aten_to_copy, (place,), None, (0,), (), (made,), (), OpOrigin("outside", ""))
     assert cast.keeps_values
     with FakeTensorMode():
         here, there = (torch.empty(4, dtype=torch.float64, device=device) for device in ("cpu", "cuda"))
         inputs: Any = SimpleNamespace(low=lambda _: here, error=lambda _: here)
-        results = {0: Result(there, there.bfloat16(), there)}
+        results = {0: OpResult(there, there.bfloat16(), there)}
         ((source, gradient),) = pull(cast, inputs, results, (), {place.storage}).gradients
     assert source == place and gradient.device.type == "cpu"
 
@@ -271,7 +271,7 @@ def test_a_cast_to_another_device_is_compared_there(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_what_came_from_the_host_has_its_part() -> None:
     x = torch.randn(50, generator=torch.Generator().manual_seed(5))
-    recorder = Recorder(torch.float64)
+    recorder = OpRecorder(torch.float64)
     with recorder, torch.no_grad():
         result = x.bfloat16().cuda().float().square()
     targets = [(recorder.memory.place(result), torch.ones_like(result, dtype=torch.float64))]
@@ -341,7 +341,7 @@ def test_the_references_own_convolution_is_torchs(shape: Any) -> None:
 
 def test_what_is_kept_of_a_value_is_its_error_in_fp32_unless_that_does_not_tell_it() -> None:
     x = torch.randn(64, generator=torch.Generator().manual_seed(4))
-    recorder = Recorder(torch.float64)
+    recorder = OpRecorder(torch.float64)
     with recorder, torch.no_grad():
         made = x.mul(1.1).bfloat16().mul(3)
         too_large = x.half().mul(6e4).mul(6e4)  # inf, and not so in the reference

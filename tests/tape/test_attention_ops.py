@@ -18,7 +18,7 @@ from fxprec.kernels.cpu.compiled_attention import compiled_attention, why_not
 from fxprec.numerics import audit
 from fxprec.tape.adjoint import measured, terms
 from fxprec.tape.attention_ops import ATTENTION
-from fxprec.tape.recorder import Recorder
+from fxprec.tape.recorder import OpRecorder
 from fxprec.torch_internals import aten_flash_attention_for_cpu
 
 #: N, H, G, T, S, E.
@@ -67,7 +67,7 @@ def test_what_came_in_has_its_part_in_output_and_gradients(
     monkeypatch.setattr(module, "_AT_ONCE", 1 << 14)  # several chunks
     exact, causal = operands(shape, kind)
     upstream = torch.randn(exact["query"].shape)
-    recorder = Recorder(torch.float64)
+    recorder = OpRecorder(torch.float64)
     with recorder:
         low = {name: each.to(torch.bfloat16) for name, each in exact.items()}
         found = gradients(WAYS[way], low, causal, upstream.bfloat16())

@@ -12,7 +12,7 @@ from torch import Tensor
 from fxprec.tape.adjoint import terms
 from fxprec.tape.exact_ops import EXACT
 from fxprec.tape.full_fp32 import full_fp32
-from fxprec.tape.recorder import Recorder
+from fxprec.tape.recorder import OpRecorder
 
 backends: Any = torch.backends
 KINDS: dict[str, Any] = {
@@ -66,7 +66,7 @@ def test_run_and_reference_each_have_their_own(allowed: dict[str, str], monkeypa
         return call
 
     monkeypatch.setitem(EXACT, "aten::silu", noted(torch.ops.aten.silu.default))
-    recorder = Recorder(torch.float32)
+    recorder = OpRecorder(torch.float32)
     with recorder, torch.no_grad():
         result = torch.nn.functional.silu(torch.randn(5).bfloat16())
         assert set_precision() == allowed

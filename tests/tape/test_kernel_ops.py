@@ -16,7 +16,7 @@ from fxprec.kernels.launch.kernel_op import _KERNELS
 from fxprec.kernels.nn.max_pool import max_pool2d
 from fxprec.tape.adjoint import measured, terms
 from fxprec.tape.kernel_ops import KERNELS
-from fxprec.tape.recorder import Recorder
+from fxprec.tape.recorder import OpRecorder
 from kernel_tools import DEVICES, INTERPRETING, run_in_the_interpreter
 
 cases = pytest.mark.parametrize("device", DEVICES if INTERPRETING else ["cpu", *DEVICES])
@@ -90,7 +90,7 @@ def test_what_came_in_has_its_part(name: str, gradients: bool, device: str) -> N
     function, shapes = CASES[name]
     torch.manual_seed(0)
     exact = [torch.randn(shape, device=device) for shape in shapes]
-    recorder = Recorder(torch.float64)
+    recorder = OpRecorder(torch.float64)
     with recorder:
         low = [each.to(torch.bfloat16) for each in exact]
         inputs = [each.detach().requires_grad_() for each in low]

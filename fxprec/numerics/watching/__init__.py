@@ -1,1 +1,1 @@
-"""Looking at each step of a training loop: what is kept of it, the flag that skips it, and its replay."""
+"""Watch each step of a training loop: what is kept of it, the flag that skips it, and its replay."""

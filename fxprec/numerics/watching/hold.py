@@ -19,30 +19,30 @@ from fxprec.scaling.gradients import parameters_of
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether ``step`` reads ``found_inf``."""
+    """Return whether the optimizer's ``step`` reads ``found_inf``."""
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not wants_scaler(optimizer)
 
 
 def is_scaled(optimizer: Optimizer) -> bool:
-    """Whether a loss scaler steps it, and told it what was found; another watch tells no scale."""
+    """Return whether a loss scaler steps the optimizer; another watch tells it no scale."""
     return hasattr(optimizer, "found_inf") and hasattr(optimizer, "grad_scale")
 
 
 class Hold:
-    """What an optimizer was told, or what was taken away from it, until ``release``."""
+    """Hold on an optimizer's step: values it was told, and gradients taken away, until ``release``."""
 
     def __init__(self) -> None:
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._told: list[tuple[Any, str, Any]] = []
 
     def hide_gradients(self, optimizer: Optimizer) -> None:
-        """The step that follows changes nothing."""
+        """Make the step that follows change nothing, by taking the gradients away."""
         self._hidden += [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
         for parameter, _ in self._hidden:
             parameter.grad = None
 
     def tell(self, optimizer: Optimizer, found: Tensor, check: GradientCheck | None) -> None:
-        """The step that follows changes nothing where ``found``, 0-dim FP32 on the device, is 1.
+        """Make the step that follows change nothing where ``found``, 0-dim FP32 on the device, is 1.
 
         Args:
             optimizer: one that ``skips_on_device``.
@@ -62,9 +62,10 @@ class Hold:
         setattr(optimizer, name, value)
 
     def release(self) -> None:
-        """All is as before."""
+        """Put all back as it was."""
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
+        # Newest first: a name that was told twice ends with its oldest value.
         for optimizer, name, before in reversed(self._told):
             if before is None:
                 delattr(optimizer, name)

@@ -1,4 +1,4 @@
-"""A call of a model that is watched: as much of it as it takes to run it, and its backward, once more.
+"""Keep of a watched call of a model what it takes to run it, and its backward, once more.
 
 Arguments are kept as they are, not copied: what writes to one of them shows in its version counter. The backward begins
 at the outputs with the gradients that came to them, so that nothing need be known of the loss.
@@ -18,14 +18,14 @@ from fxprec.capture.untouched import RandomState
 from fxprec.model.method_names import MethodName
 from fxprec.numerics.births import Source
 from fxprec.numerics.kept import kept
-from fxprec.numerics.step import Results, Step, gradients_of, is_finite
+from fxprec.numerics.step import Results, TrainingStep, gradients_of, is_finite
 from fxprec.numerics.watching.seen_call import SeenCall, floats
 from fxprec.torch_internals import foreach_copy_, sequence_number, tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """An argument, in parts; tensors without their history. ``wanted``: which of them want a gradient."""
+    """Argument of a call, in parts; tensors without their history. ``wanted``: which of them want a gradient."""
 
     name: str
     parts: list[Any]
@@ -39,7 +39,7 @@ class _Argument:
         return cls(name, [part.detach() if isinstance(part, Tensor) else part for part in parts], spec, wanted)
 
     def value(self) -> Any:
-        """As it was given."""
+        """Return the argument as it was given."""
         parts = [
             part.detach().requires_grad_() if wants else part
             for part, wants in zip(self.parts, self.wanted, strict=True)
@@ -51,7 +51,7 @@ class _Argument:
 
 
 class KeptCall(SeenCall):
-    """One call, from before it runs.
+    """Watched call with what a replay needs, from before it runs.
 
     Args:
         number: how many there were before.
@@ -93,11 +93,11 @@ class KeptCall(SeenCall):
 
     @property
     def had_bad_outputs(self) -> bool:
-        """Whether one was nan or inf."""
+        """Flag of outputs that were nan or inf."""
         return not all(float(largest) < torch.inf for largest in self.largest.values())
 
     def changed(self) -> str | None:
-        """The first argument that was written to since; None: all are as they were."""
+        """Return the first argument that was written to since; None where all are as they were."""
         return next((name for name, tensor, version in self._versions if _version(tensor) != version), None)
 
     def keep_what_came_from_outside(self, model: nn.Module) -> None:
@@ -125,13 +125,13 @@ class KeptCall(SeenCall):
         self._from_outside = True
 
     def outputs(self, model: nn.Module) -> Sequence[Tensor]:
-        """The outputs that a gradient may come to, of the call run again on a model, or on a copy."""
+        """Run the call again on a model, or on a copy, and return the outputs that a gradient may come to."""
         self.prepare(model)
         args, kwargs = self.arguments()
         return floats(getattr(model.get_submodule(self.method.path), self.method.name)(*args, **kwargs))
 
     def prepare(self, model: nn.Module) -> None:
-        """Buffers of the model, or of a copy, and random numbers as they were before the call."""
+        """Set buffers of the model, or of a copy, and random numbers as they were before the call."""
         self._random.restore()
         buffers = dict(model.named_buffers(remove_duplicate=False))
         with torch.no_grad():
@@ -139,11 +139,11 @@ class KeptCall(SeenCall):
                 buffers[path].copy_(value)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """As they were given."""
+        """Return the arguments as they were given."""
         return tuple(each.value() for each in self._args), {name: each.value() for name, each in self._kwargs.items()}
 
     def mend_buffers(self) -> list[str]:
-        """Give buffers that are no longer finite, and were, their values of before the call back; their paths."""
+        """Give buffers that became inf or nan in the call their values of before; return their paths."""
         mended = []
         with torch.no_grad():
             for (path, buffer), value in zip(self.buffers.items(), self._values, strict=True):
@@ -153,7 +153,7 @@ class KeptCall(SeenCall):
         return mended
 
     def brought(self) -> Iterator[tuple[Tensor, Source]]:
-        """What came in: arguments, and the gradients of outputs."""
+        """Yield what came in: arguments, and the gradients of outputs."""
         for argument in self._arguments():
             for tensor in argument.tensors():
                 yield tensor, Source("input", argument.name)
@@ -166,8 +166,8 @@ class KeptCall(SeenCall):
 
 
 @dataclass(frozen=True, slots=True)
-class KeptStep(Step):
-    """A call that is run again with its backward. ``made_at``: the loss scale that its gradients have.
+class KeptStep(TrainingStep):
+    """Kept call as a training step, with its backward. ``made_at``: the loss scale that its gradients have.
 
     Gradients that came of outputs which were not finite say nothing of a run where these are: that has those of a mean.
     """
@@ -175,10 +175,10 @@ class KeptStep(Step):
     call: KeptCall
     made_at: float
 
-    def at(self, scale: float) -> Step:
+    def at(self, scale: float) -> TrainingStep:
         return replace(self, scale=scale)
 
-    def on(self, model: nn.Module) -> Step:
+    def on(self, model: nn.Module) -> TrainingStep:
         return replace(self, model=model)
 
     def run(self) -> Results:
@@ -194,6 +194,7 @@ class KeptStep(Step):
 
     def _gradient(self, gradients: list[Tensor], output: Tensor) -> Tensor:
         total = _sum(gradients)
+        # A loss of bad outputs has bad gradients: for a run in which they are finite, a mean's stand in.
         if self.call.had_bad_outputs and not is_finite(total):
             total = torch.full_like(total, self.made_at / total.numel())
         if self.scale != self.made_at:

@@ -1,4 +1,4 @@
-"""What is to be said of a weight that an optimizer's step made inf or nan: of what state, and what cures it."""
+"""Explain a weight that an optimizer's step made inf or nan: the state it was made of, and what cures it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EPS: Final = 1e-8
 def fault_of_optimizer(
     name: str, parameter: Tensor, optimizer: Optimizer, step: int, reached: str, remarks: tuple[str, ...]
 ) -> Finding:
-    """A finding.
+    """Return a finding about a weight that an optimizer's step made inf or nan.
 
     Args:
         name: path of the parameter, which is not finite and was.
@@ -65,7 +65,7 @@ def _group(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any]:
 
 
 def _state(optimizer: Optimizer, parameter: Tensor, index: tuple[int, ...]) -> dict[str, float]:
-    """What the optimizer keeps of the element."""
+    """Return what the optimizer keeps of the element."""
     state = optimizer.state.get(parameter, {})
     return {
         key: float(abs(value[index]) if value.is_complex() else value[index])

@@ -1,4 +1,4 @@
-"""A step that was not finite, run again from what was kept of its calls."""
+"""Replay a step that was not finite, from what was kept of its calls."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fxprec.numerics.watching.trip import Trip
 
 
 @dataclass(slots=True)
-class Taken:
-    """A step of a training loop.
+class WatchedStep:
+    """Step of a training loop, with the calls that its gradients came from.
 
     Attributes:
         number: how many there were before.
@@ -42,12 +42,12 @@ class Taken:
 
     @property
     def count(self) -> int:
-        """How many calls there were."""
+        """Number of calls."""
         return len(self.calls) or self.recorded
 
 
-def is_finite_unscaled(model: nn.Module, step: Taken, scale: float) -> bool:
-    """Whether the same step is finite without the loss scale that its gradients have."""
+def is_finite_unscaled(model: nn.Module, step: WatchedStep, scale: float) -> bool:
+    """Return whether the same step is finite without the loss scale that its gradients have."""
     steps = [KeptStep(model, 1.0, call, scale) for call in step.calls]
     try:
         for call in step.calls:
@@ -58,7 +58,7 @@ def is_finite_unscaled(model: nn.Module, step: Taken, scale: float) -> bool:
 
 
 def outputs_alone(model: nn.Module, flagged: Sequence[KeptCall]) -> bool:
-    """Whether outputs of these calls are not finite, also when they run again, and no gradient is touched by that."""
+    """Return whether these calls have infinite outputs again when replayed, and no gradient is touched by that."""
     if not all(is_finite(each) for call in flagged for gradients in call.gradients.values() for each in gradients):
         return False
     try:
@@ -71,7 +71,7 @@ def outputs_alone(model: nn.Module, flagged: Sequence[KeptCall]) -> bool:
 
 
 def trip_of(
-    model: nn.Module, step: Taken, flagged: Sequence[KeptCall], scale: float, rank: int | None, elsewhere: str
+    model: nn.Module, step: WatchedStep, flagged: Sequence[KeptCall], scale: float, rank: int | None, elsewhere: str
 ) -> Trip:
     """Run the calls of a step again, one by one, until one shows where it began; ``flagged`` ones first.
 

@@ -1,4 +1,4 @@
-"""A call of a model that is watched: its outputs, as a backward comes to them."""
+"""Look at the outputs of a watched call as a backward comes to them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxprec.capture.pytrees import leaves_of
 
 
 class SeenCall:
-    """One call.
+    """Watched call of the model.
 
     Args:
         number: how many there were before.
@@ -29,8 +29,9 @@ class SeenCall:
         self._handles: list[RemovableHandle] = []
 
     def look(self, output: Any, came: Callable[[Self], object]) -> None:
-        """Look at the outputs; ``came``: told when the backward comes to one of them."""
+        """Look at the outputs; ``came`` is told when the backward comes to one of them."""
         for number, leaf in enumerate(floats(output)):
+            # float8 has no reduction on most devices, and a sparse output no dense largest element.
             if leaf.grad_fn is not None and leaf.numel() and leaf.layout is torch.strided and leaf.itemsize > 1:
                 with torch.no_grad():
                     largest = (torch.view_as_real(leaf) if leaf.is_complex() else leaf).amax()
@@ -43,15 +44,15 @@ class SeenCall:
         came(self)
 
     def _keep(self, number: int, gradient: Tensor) -> None:
-        """A gradient has come to an output."""
+        """Keep a gradient that has come to an output."""
 
     def let_go(self) -> None:
-        """Of the outputs."""
+        """Remove the hooks from the outputs."""
         for handle in self._handles:
             handle.remove()
 
 
 def floats(output: Any) -> Sequence[Tensor]:
-    """The tensors of an output that a gradient may come to."""
+    """Return the tensors of an output that a gradient may come to."""
     leaves = (leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor))
     return [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]

@@ -9,7 +9,7 @@ from fxprec.numerics.finding import Finding
 
 @dataclass(frozen=True, slots=True)
 class Trip:
-    """A step of which an output or a gradient was not finite. ``print(trip)`` tells it in sentences.
+    """Step of which an output or a gradient was not finite. ``print(trip)`` tells it in sentences.
 
     Attributes:
         step: its number: that of the steps before it that were watched.

@@ -25,8 +25,8 @@ from fxprec.numerics.kept import kept
 from fxprec.numerics.problem import Problem
 from fxprec.numerics.watching.hold import Hold, is_scaled, skips_on_device
 from fxprec.numerics.watching.kept_call import KeptCall
-from fxprec.numerics.watching.replay import Taken, is_finite_unscaled, outputs_alone, trip_of
-from fxprec.numerics.watching.report import Recording, Report, Seen
+from fxprec.numerics.watching.replay import WatchedStep, is_finite_unscaled, outputs_alone, trip_of
+from fxprec.numerics.watching.report import Recording, Seen, StepReport
 from fxprec.numerics.watching.seen_call import SeenCall
 from fxprec.numerics.watching.step_numbers import Numbers, Verdicts
 from fxprec.numerics.watching.trip import Trip
@@ -59,7 +59,7 @@ def watch(
     on_finding: OnFinding = "warn",
     wait: bool = False,
 ) -> Watcher:
-    """A context for a training loop: what is not finite is found where it begins, and the step is skipped.
+    """Watch a training loop: what is not finite is found where it begins, and the step is skipped.
 
     ::
 
@@ -103,7 +103,7 @@ def watch(
 
 
 class Watcher:
-    """See ``watch``, whose arguments these are.
+    """Context of ``watch``, whose arguments these are.
 
     Attributes:
         trips: of the steps that were not finite, in their order.
@@ -130,8 +130,8 @@ class Watcher:
         self.steps = 0
         self._model, self._optimizer, self._on_finding, self._wait = model, optimizer, on_finding, wait
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._home = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._verdicts, self._hold, self._plans = Verdicts(self._home), Hold(), Plans()
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._verdicts, self._hold, self._plans = Verdicts(self._device), Hold(), Plans()
         self._buffers = WrittenBuffers(model)
         self._known: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._alive: weakref.WeakSet[SeenCall] = weakref.WeakSet()
@@ -141,10 +141,10 @@ class Watcher:
         self._in_a_row = 0
         self._numbers_of_calls = itertools.count()
         self._new: list[KeptCall] = []
-        self._step: Taken | None = None
-        self._unread: list[Report] = []
+        self._step: WatchedStep | None = None
+        self._unread: list[StepReport] = []
         self._recording: Recording | None = None
-        self._held = torch.zeros((), device=self._home)  # on CUDA: 1 from a fault on until the host has heard of it
+        self._held = torch.zeros((), device=self._device)  # on CUDA: 1 from a fault on until the host has heard of it
         if optimizer is not None and not self._concerns(optimizer):
             raise ValueError(
                 f"none of the parameters of this {type(optimizer).__name__} belongs to the model: was it made for "
@@ -194,12 +194,13 @@ class Watcher:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Of the trips, those that were found."""
+        """Findings of the trips that have one."""
         return tuple(trip.finding for trip in self.trips if trip.finding is not None)
 
     def check(self) -> tuple[Trip, ...]:
-        """All that is known by now: waits for the device, looks at gradients that no optimizer has taken yet, and at
-        the weights that the last one wrote.
+        """Return all trips that are known by now, after waiting for the device.
+
+        Gradients that no optimizer has taken yet are looked at, and so are the weights that the last one wrote.
 
         Returns:
             All trips.
@@ -215,19 +216,20 @@ class Watcher:
     # -- calls of the model --------------------------------------------------------------------------------------------
 
     def call(self, entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        """In the place of a call: run it, and keep what a replay takes."""
+        """Run a call, and keep what a replay of it takes."""
         if self._busy or is_traced():
             return run()
         number = next(self._numbers_of_calls)
         if self._recording is not None:
             return self._ran(SeenCall(number), self._recording.came, run)
-        if capturing(self._home):
+        if capturing(self._device):
             raise CaptureError(
                 "a CUDA graph of a model that is watched: its replays run unseen. Take fxprec.capture_step, which is "
                 "watched, or leave watch before"
             )
         if not self._asks_ranks:
             self._settle()
+        # A step that nobody has to report on holds gradients of outputs, which take memory.
         if not self._unread:
             self._step = None  # whose gradients of outputs take memory
         if (ddp := running_ddp()) is not None and ddp.process_group.size() > 1:
@@ -249,16 +251,16 @@ class Watcher:
         return output
 
     def _came(self, call: KeptCall) -> None:
-        """A backward has come to a call."""
+        """Note a call that a backward has come to."""
         if self._armed and not self._busy and call not in self._new:
             self._new.append(call)
             del self._new[:-_MOST_CALLS]
 
-    def _taken(self) -> Taken:
-        """The step that the calls since the last one make; without any, the last one: another optimizer steps in it."""
+    def _current_step(self) -> WatchedStep:
+        """Return the training step that is taken now. Two optimizers that step on the same backward share one."""
         if self._new or self._step is None:
             # A backward comes to the last of several calls first.
-            self._step, self._new = Taken(self.steps, sorted(self._new, key=lambda call: call.number)), []
+            self._step, self._new = WatchedStep(self.steps, sorted(self._new, key=lambda call: call.number)), []
             self.steps += 1
             self._writes.before(self._step.number)
         return self._step
@@ -266,7 +268,7 @@ class Watcher:
     # -- steps of optimizers -------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hook of optimizers: look at the gradients, and hold the step if need be. ``args`` begin with `self`."""
+        """Look at the gradients before an optimizer's step, and hold it if need be. ``args[0]`` is the optimizer."""
         if not self._concerns(optimizer):
             return None
         given = [*args]
@@ -275,6 +277,7 @@ class Watcher:
             self._look(optimizer)
             return None
 
+        # With a closure the gradients come within the step: that is when they are looked at.
         def watched() -> Any:
             result = closure()
             self._look(optimizer)
@@ -284,7 +287,7 @@ class Watcher:
         return tuple(given), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hook of optimizers: all is as before."""
+        """Release the hold after an optimizer's step."""
         self._hold.release()
         if not self._concerns(optimizer):
             return
@@ -309,7 +312,8 @@ class Watcher:
         if self._scaler is None:
             self._report(numbers, ranks=agreed)
         found = found if agreed is None else agreed[0]
-        unread = reading_waits(self._home) or self._recording is not None
+        # On CUDA the device decides: the flag is added to those of earlier steps that the host has not heard of.
+        unread = reading_waits(self._device) or self._recording is not None
         if unread and self._scaler is None:
             found = torch.maximum(self._held, found)
             self._held.copy_(found)
@@ -326,20 +330,20 @@ class Watcher:
         return check(parameters_of(optimizer), None, False, self._plans)
 
     def _calls_taken(self) -> Sequence[SeenCall]:
-        """Of the step that an optimizer takes now."""
+        """Return the calls of the step that an optimizer takes now."""
         if self._recording is not None:
             return self._recording.calls
-        step = self._taken()
+        step = self._current_step()
         step.skipped = True
         return step.calls
 
     def _numbers(self, calls: Iterable[SeenCall], flags: Iterable[Tensor]) -> Numbers:
-        """What there is to see of a step."""
+        """Gather the numbers of a step."""
         outputs = [largest for call in calls for largest in call.largest.values()] if self._outputs_count else []
-        return Numbers.of(outputs, flags, self._home)
+        return Numbers.of(outputs, flags, self._device)
 
     def _report(self, numbers: Numbers, *, ranks: Tensor | None = None, scale: Tensor | None = None) -> None:
-        """Of the step that was taken last, or is recorded."""
+        """Report on the step that was taken last, or is recorded."""
         more = ranks if ranks is not None else scale
         numbers = numbers if more is None else replace(numbers, values=numbers.and_more(more))
         seen = Seen(numbers, ranks is not None, scale is not None)
@@ -347,17 +351,17 @@ class Watcher:
             self._recording.seen = seen
         else:
             assert self._step is not None
-            self._unread.append(Report(self._step, seen, OnHost.of(numbers.values)))
+            self._unread.append(StepReport(self._step, seen, OnHost.of(numbers.values)))
 
     def _look_at_rest(self) -> None:
-        """At calls whose gradients no optimizer has taken."""
+        """Look at calls whose gradients no optimizer has taken."""
         if self._new:
             checked = check(self._model.parameters(), None, False, self._plans) if self._scaler is None else None
             flags = [] if checked is None else [*checked.found_inf.values()]
-            self._report(self._numbers(self._taken().calls, flags))
+            self._report(self._numbers(self._current_step().calls, flags))
 
     def _look_at_weights(self, quiet: bool = False) -> None:
-        """At what the last step wrote, which no call has read yet."""
+        """Look at weights that the last step wrote, which no call has read yet."""
         if not self._armed or self._in_a_row or (name := self._writes.bad_at_the_end()) is None:
             return
         found = self._writes.explained(name, "")
@@ -368,14 +372,14 @@ class Watcher:
     # -- the scaler ----------------------------------------------------------------------------------------------------
 
     def before_update(self) -> None:
-        """For the scaler: take what it found in this iteration."""
+        """Take what the scaler found in this iteration."""
         assert self._scaler is not None
         flags = [flag for optimizer, found in self._scaler._found_in() if self._concerns(optimizer) for flag in found]
         if flags:
             self._report(self._numbers(self._calls_taken(), flags), scale=self._scaler._scales.first)
 
     def after_update(self, fallen: bool) -> str:
-        """For the scaler: read what has come; where the scale came to its floor all, and tell of it."""
+        """Read what has come, for the scaler; where the scale came to its floor read all, and tell of it."""
         known = len(self.trips)
         self._settle(wait=fallen, quiet=fallen, at_floor=fallen)
         return str(self.trips[-1]) if len(self.trips) > known else ""
@@ -384,7 +388,7 @@ class Watcher:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """See ``fxprec.model.watcher.Watcher``, as for what follows."""
+        """Keep other calls out of the step meanwhile; see ``fxprec.model.watcher``, as for what follows."""
         before, held = (self._new, self._step, self._unread, self._busy), self._held.clone()
         self._new, self._step, self._unread, self._busy = [], None, [], False
         self._writes.before(self.steps)
@@ -421,16 +425,16 @@ class Watcher:
         if recording.seen is None:  # another optimizer's
             return
         own = weakref.ref(optimizer)
-        step = Taken(self.steps, [], skipped=True, optimizers=[own], again=again, recorded=recording.count)
+        step = WatchedStep(self.steps, [], skipped=True, optimizers=[own], again=again, recorded=recording.count)
         self.steps += 1
         self._writes.before(step.number)
         self._writes.after()
-        self._unread.append(Report(step, recording.seen, OnHost.of(recording.seen.numbers.values)))
+        self._unread.append(StepReport(step, recording.seen, OnHost.of(recording.seen.numbers.values)))
         if self._scaler is None:  # else it tells when
             self._settle()
 
-    def _run_again(self, step: Taken, again: Callable[[float], None], scale: float) -> None:
-        """Of a captured step, keep the calls, with their backward, as of any other one."""
+    def _run_again(self, step: WatchedStep, again: Callable[[float], None], scale: float) -> None:
+        """Run a captured step without its graph, and keep its calls, with their backward."""
         try:
             with kept(self._model), self.aside():
                 again(scale)
@@ -442,11 +446,11 @@ class Watcher:
 
     @property
     def _asks_ranks(self) -> bool:
-        """Whether ranks ask each other where a step began: then all of them read what came after the same step."""
+        """Flag of ranks that ask each other where a step began: then all of them read after the same step."""
         return self._verdicts.group is not None and self._scaler is None
 
     def _settle(self, wait: bool = False, quiet: bool = False, at_floor: bool = False, together: bool = False) -> None:
-        """Read what has come to the host.
+        """Read reports that have come to the host, and tell of bad steps.
 
         Not within a backward (where a hook steps an optimizer): a replay writes buffers, which that may still read.
 
@@ -459,7 +463,7 @@ class Watcher:
         while self._unread and not self._busy and current_autograd_node() is None:
             report = self._unread[0]
             came = report.found.done()
-            by_chance = together and reading_waits(self._home)  # so not on each rank
+            by_chance = together and reading_waits(self._device)  # so not on each rank
             if not wait and report.step is self._unread[-1].step and (by_chance or not came):
                 return
             if not came:
@@ -473,7 +477,7 @@ class Watcher:
             if trip is not None:
                 self._tell(trip, quiet)
 
-    def _judged(self, report: Report, at_floor: bool, together: bool) -> Trip | None:
+    def _judged(self, report: StepReport, at_floor: bool, together: bool) -> Trip | None:
         step, numbers = report.step, report.numbers()
         bad_outputs = any(numbers.bad_outputs())
         *_, last_but_one, last = [0.0, 0.0, *report.found.values.tolist()]
@@ -486,10 +490,12 @@ class Watcher:
         if step.tripped:  # told of, by another optimizer of the same step
             return None
         scale = last if report.seen.scaled else 1.0
+        # A model that fails at every step would spend the rest of the run in replays.
         enough = self._in_a_row >= _MOST_REPLAYS and not at_floor
         if step.again is not None and not (enough and self._scaler is None):
             self._run_again(step, step.again, scale)
         flagged = [call for call in step.calls if bad_outputs and call.had_bad_outputs]
+        # A scaler that can fall deals with overflows of the scale itself: they are no findings.
         if self._scaler is not None and self._scaler.get_backoff_factor() < 1 and not (flagged or at_floor):
             if is_finite_unscaled(self._model, step, scale):
                 return None
@@ -507,6 +513,7 @@ class Watcher:
             began = self._verdicts.began(trip.finding is not None) if asks else None
             if trip.finding is None and began is not None:
                 trip = replace(trip, why=f"it began on rank {began}")
+            # Outputs that are infinite by design would trip every step.
             if flagged and trip.finding is None and outputs_alone(self._model, flagged):
                 self._outputs_count = False
                 why = "an output holds inf that is meant to be there: outputs are not looked at any more"
@@ -526,7 +533,7 @@ class Watcher:
             warnings.warn(str(trip), category=NonFiniteWarning, stacklevel=user_level())
 
     def _concerns(self, optimizer: Optimizer) -> bool:
-        """Whether it is one to look at; checked at first sight."""
+        """Return whether an optimizer is one to look at; it is checked at first sight."""
         if self._optimizer is not None and optimizer is not self._optimizer:
             return False
         known = self._known.get(optimizer)

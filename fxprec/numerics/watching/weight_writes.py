@@ -1,4 +1,4 @@
-"""Who made a weight inf or nan while a model is watched: an optimizer's step, or other code.
+"""Find who made a weight inf or nan while a model is watched: an optimizer's step, or other code.
 
 Steps are judged by their outputs and gradients, as to read all weights takes longer. So a weight that is not finite
 shows in the step that reads it, and it was the last finite step's optimizer that wrote it: unless version counters tell
@@ -26,7 +26,7 @@ _version: Final = operator.attrgetter("_version")
 
 
 class WeightWrites:
-    """Of one model; its weights are read once when this is made.
+    """Writes to the weights of a model, which are read once when this is made.
 
     Args:
         model: its parameters may be shared.
@@ -43,7 +43,7 @@ class WeightWrites:
         self._ran: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
     def before(self, step: int) -> None:
-        """A step's optimizers are about to write: what was written since the last one, other code wrote."""
+        """Note before a step's optimizers write: what was written since the last step, other code wrote."""
         now = [*map(_version, self._all)]
         if now != self._versions:
             written = zip(self._all, now, self._versions, strict=True)
@@ -51,17 +51,17 @@ class WeightWrites:
             self._versions = now
 
     def after(self) -> None:
-        """An optimizer has written, or was kept from it; or all has the values of before again."""
+        """Note that an optimizer has written, or was kept from it; or that all has the values of before again."""
         self._versions = [*map(_version, self._all)]
 
     def ran(self, optimizers: Iterable[weakref.ref[Optimizer]], step: int) -> None:
-        """Optimizers have stepped in a step that was finite."""
+        """Note optimizers that have stepped in a step that was finite."""
         for each in optimizers:
             if (optimizer := each()) is not None:
                 self._ran[optimizer] = step
 
     def explained(self, name: str, reached: str) -> Finding | str:
-        """Of a weight that is not finite: the finding, if an optimizer wrote it; else what cures it.
+        """Return the finding about a bad weight, if an optimizer wrote it; else what cures it.
 
         Args:
             name: its path.
@@ -85,7 +85,7 @@ class WeightWrites:
         return fault_of_optimizer(name, parameter, optimizer, step, reached, tuple(remarks))
 
     def bad_at_the_end(self) -> str | None:
-        """The first parameter that became inf or nan since this began."""
+        """Return the first parameter that became inf or nan since this began."""
         return next((name for name, _ in self._newly_bad()), None)
 
     def _newly_bad(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Which buffers a call of a model may write: of these a replay needs copies."""
+"""Tell which buffers a call of a model may write: of these a replay needs copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxprec.passes.graph.subgraphs import every_graph
 
 
 class WrittenBuffers:
-    """Of one model. All of them, until its graphs say which; what ran outside of graphs may write any."""
+    """Buffers that calls of one model may write: all of them, until its graphs say which."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -20,7 +20,7 @@ class WrittenBuffers:
         self._found: dict[str, tuple[Mapping[str, Tensor | None], str]] | None = None
 
     def now(self, conversion: Conversion) -> dict[str, Tensor]:
-        """Path -> buffer, before a call."""
+        """Return path -> buffer, before a call."""
         state = conversion.captures, len(conversion.net), self._model.training
         if state != self._state:  # a graph that is not there yet may be captured
             self._state, self._found = state, None
@@ -30,7 +30,7 @@ class WrittenBuffers:
         return {path: buffer for path, (held, name) in self._found.items() if (buffer := held[name]) is not None}
 
     def _places(self, paths: set[str] | None) -> dict[str, tuple[Mapping[str, Tensor | None], str]]:
-        """Where these buffers are held, or all."""
+        """Return where these buffers are held, or all."""
         chosen = [path for path, _ in self._model.named_buffers() if paths is None or path in paths]
         split = ((path, path.rpartition(".")) for path in chosen)
         return {path: (self._model.get_submodule(module)._buffers, name) for path, (module, _, name) in split}
