@@ -19,7 +19,7 @@ from benchmarks.predict.machines import Machine
 from benchmarks.predict.model import predict
 from benchmarks.workloads.problems import Setup
 from benchmarks.workloads.regions import MODELS, calls, slug
-from fxprec.kernels.rows.emit.tiling import Form
+from fxprec.kernels.rows.emit.tiling import Tiling
 
 __all__ = ["compared", "forms_of"]
 
@@ -27,13 +27,13 @@ __all__ = ["compared", "forms_of"]
 _MOST: Final = 24
 
 
-def forms_of(kernel: dict[str, Any]) -> list[tuple[float, Form]]:
+def forms_of(kernel: dict[str, Any]) -> list[tuple[float, Tiling]]:
     """Of a measured kernel times and forms, from the fastest to the slowest, the fastest and the slowest among them."""
     rows = sorted(kernel["forms"])
     if len(rows) > _MOST:
         rows = [rows[round(n * (len(rows) - 1) / (_MOST - 1))] for n in range(_MOST)]
     return [
-        (us, Form(kernel["kind"], rows, block, warps, bool(resident), stages, resident or 4))
+        (us, Tiling(kernel["kind"], rows, block, warps, bool(resident), stages, resident or 4))
         for us, rows, block, warps, stages, resident, _ in rows
     ]
 
@@ -53,7 +53,7 @@ def compared(setup: Setup, machine: Machine, device: str, dtype: str, models: Se
 
 
 def _times(
-    case: Case, forms: Sequence[tuple[float, Form]], machine: Machine
+    case: Case, forms: Sequence[tuple[float, Tiling]], machine: Machine
 ) -> tuple[tuple[tuple[float, float], ...], int]:
     """Measured and predicted microseconds of forms that spill nothing, and how many do."""
     from pretended_device import BadLaunchError

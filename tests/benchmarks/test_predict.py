@@ -16,7 +16,7 @@ from benchmarks.predict.machines import MACHINES
 from benchmarks.predict.model import LAUNCH, Kernel, held, predict
 from benchmarks.predict.sass import Instruction, Loop, SassError, flat, loops, path_of
 from benchmarks.predict.trips import touched, trips
-from fxprec.kernels.rows.emit.tiling import Form
+from fxprec.kernels.rows.emit.tiling import Tiling
 
 H200 = MACHINES["H200"]
 
@@ -261,7 +261,9 @@ def test_forms_are_the_fastest_the_slowest_and_some_between():
     ]
     found = forms_of({"kind": "tile", "forms": rows})
     assert len(found) == 24 and found[0][0] == 11.0 and found[-1][0] == 70.0
-    assert found[0][1] == Form("tile", 1, 1024, 4, True, 3, 4) and found[-1][1] == Form("tile", 1, 1024, 4, False, 3, 4)
+    assert found[0][1] == Tiling("tile", 1, 1024, 4, True, 3, 4) and found[-1][1] == Tiling(
+        "tile", 1, 1024, 4, False, 3, 4
+    )
     assert len(forms_of({"kind": "tile", "forms": rows[:9]})) == 9
 
 
