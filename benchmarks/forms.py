@@ -95,14 +95,14 @@ def sweep(case: Case, how: Sweep) -> tuple[Found | None, int]:
     mine, *timed = [_timed(launch, series[str(n)].median) for n, launch in enumerate([present, *good])]
     layout = case.plan.layout
     found = Found(
-        case.plan.name, case.direction, present.form.kind, layout.rows, layout.columns, case.moved, how.copied, mine,
+        case.plan.name, case.direction, present.tiling.kind, layout.rows, layout.columns, case.moved, how.copied, mine,
         tuple(sorted(timed, key=lambda each: each.us)), tuple(said for said in troubles if said),
     )  # fmt: skip
     return found, 1 + len(others)
 
 
 def _timed(launch: Launch, us: float) -> Timed:
-    form = launch.form
+    form = launch.tiling
     resident = form.resident if form.persistent else 0
     return Timed(us, form.rows, form.block, form.warps, form.stages, resident, launch.grid[0])
 

@@ -1,7 +1,7 @@
-"""What runs on a device: one kernel a file, with its launcher.
+"""Kernels for GPUs and CPUs, one a file, with their launchers.
 
-By hand: ``fxprec.kernels.cross_entropy(logits, target)`` and the other functions named in ``__all__``, torch ops with
-autograd that run as plain torch where Triton does not.
+For direct use: ``fxprec.kernels.cross_entropy(logits, target)`` and the other functions named in ``__all__``, torch ops
+with autograd that run as plain torch without Triton.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = [
     "rope_qk",
 ]
 
-_HOMES = {name: name for name in __all__} | {"rope_qk": "rope"}
+_MODULES = {name: name for name in __all__} | {"rope_qk": "rope"}
 
 
 def __getattr__(name: str) -> Any:
-    """The functions are imported when they are used: their files load Triton."""
-    if name in _HOMES:
-        return getattr(import_module(f"fxprec.kernels.nn.{_HOMES[name]}"), name)
+    """Import a function when it is first used: its file loads Triton."""
+    if name in _MODULES:
+        return getattr(import_module(f"fxprec.kernels.nn.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""Private names of torch that the kernels need, and nowhere else: each under a plain name, checked when imported.
+"""Imports the private names of torch that the kernels use, each under a plain name, and checks that they exist.
 
 A name that a version of torch has moved is told by name. Without a needed one the import fails; without an optional one
 something is slower, and ``MISSING`` keeps what. ``tests/house/test_torch_internals.py`` finds private names in other
@@ -18,12 +18,12 @@ from torch.fx import _symbolic_trace
 #: The releases of torch that the tests were run with.
 TESTED_TORCH: Final = ("2.10.0", "2.11.0", "2.13.0", "2.14.1")
 
-#: What this torch does not have, and what goes without it.
+#: Optional private names that this torch lacks -> the consequence.
 MISSING: Final[dict[str, str]] = {}
 
 
 class _Needed:
-    """``with needed:`` around imports: says which torch moved a name, and what to do."""
+    """Context manager around required imports: its ImportError says which torch moved a name, and what to do."""
 
     def __enter__(self) -> None:
         pass
@@ -40,11 +40,11 @@ needed: Final = _Needed()
 
 
 def optional(path: str, without: str) -> Any:
-    """The object at a dotted path, or None, which ``MISSING`` then explains.
+    """Return the object at a dotted path, or None and a note in ``MISSING``.
 
     Args:
         path: ``package.module.name.name``.
-        without: what is not, or slower, without it.
+        without: consequence of its absence.
     """
     module, _, name = path.partition(":")
     try:
@@ -105,20 +105,20 @@ has_bfloat16_kernels: Final[Any] = optional("torch:ops.mkldnn._is_mkldnn_bf16_su
 
 
 def is_fx_tracing() -> bool:
-    """Whether torch.fx traces symbolically: in this thread, or before torch 2.14 in any."""
+    """Return whether torch.fx traces symbolically, in this thread, or before torch 2.14 in any."""
     return _symbolic_trace._is_fx_tracing_flag if _fx_tracing is None else _fx_tracing()
 
 
 def forward_ad_level() -> int:
-    """Level of forward-mode differentiation; below 0 there is none."""
+    """Return the level of forward-mode differentiation; negative: none is active."""
     return forward_ad._current_level
 
 
 def keeps_graph() -> bool:
-    """Whether the backward that runs was asked to retain its graph. True where torch does not say."""
+    """Return whether the running backward retains its graph; True if torch does not tell."""
     return True if _keeps_graph is None else _keeps_graph()
 
 
 def storage_owners(tensor: Tensor) -> int | None:
-    """How many hold the memory of a tensor, counting the storage object made to ask. None where torch does not say."""
+    """Return the owners of a tensor's memory, with the storage object made to ask; None if torch does not tell."""
     return None if _use_count is None else _use_count(tensor.untyped_storage()._cdata)

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.workloads.regions import Call
-from fxprec.kernels.rows.emit.tiling import Form
+from fxprec.kernels.rows.emit.tiling import Tiling
 from fxprec.kernels.rows.program.spec import Spec, spec_of
 from fxprec.kernels.rows.program.terms import Declined
 from fxprec.kernels.rows.run import kernel
 from fxprec.kernels.rows.run.derive import make_plan
 from fxprec.kernels.rows.run.kernel import Launch
-from fxprec.kernels.rows.run.plan import Derived, Plan
+from fxprec.kernels.rows.run.plan import Derived, RegionPlan
 
 __all__ = ["Case", "Direction", "Operands", "candidates", "cases", "launches"]
 
@@ -44,7 +44,7 @@ _STAGES: Final = (1, 3)
 class Case:
     """The forward or the backward kernel of a region at given shapes."""
 
-    plan: Plan
+    plan: RegionPlan
     direction: Direction
 
     @property
@@ -57,13 +57,13 @@ class Case:
         read = [plan.saved(kind, n)[1] for kind, n in program.saved] + [plan.outputs[n] for n in program.cotangents]
         return sum(spec.bytes for spec in (*read, *plan.gradients) if spec is not None)
 
-    def with_launch(self, launch: Launch) -> Plan:
+    def with_launch(self, launch: Launch) -> RegionPlan:
         """The plan, but that it runs this launch."""
         changed = copy.copy(self.plan)
         changed.__dict__[f"{self.direction}_launch"] = launch
         return changed
 
-    def launch(self, form: Form | None = None) -> Launch:
+    def launch(self, form: Tiling | None = None) -> Launch:
         """As fxprec makes it, or in another form."""
         changed = copy.copy(self.plan)
         changed.__dict__.pop(f"{self.direction}_launch", None)
@@ -95,12 +95,12 @@ def launches(case: Case) -> list[Launch]:
     """The present one first, then those of all candidates, none of them twice."""
     present = case.launch()
     found: dict[object, Launch] = {}
-    for launch in (present, *(case.launch(form) for form in candidates(present.form, case.plan.layout.columns))):
-        found.setdefault((launch.source, launch.form.warps, launch.grid), launch)
+    for launch in (present, *(case.launch(form) for form in candidates(present.tiling, case.plan.layout.columns))):
+        found.setdefault((launch.source, launch.tiling.warps, launch.grid), launch)
     return [*found.values()]
 
 
-def candidates(present: Form, columns: int) -> Iterator[Form]:
+def candidates(present: Tiling, columns: int) -> Iterator[Tiling]:
     """Forms around one that serves, of the same kind: half and double tiles, a quarter to four times the warps."""
     widest = 1 << (columns - 1).bit_length()
     rows = (1,) if present.kind in ("flat", "loop") else _around(present.rows, 2)
@@ -121,9 +121,9 @@ def _around(value: int, factor: int, most: int = _LONGEST) -> list[int]:
 
 
 @contextlib.contextmanager
-def _formed(form: Form) -> Iterator[None]:
+def _formed(form: Tiling) -> Iterator[None]:
     """Launches that are prepared within have this form, and as many resident programs as it says, however many rows."""
-    with patch.object(kernel, "form_of", lambda *_: form), patch.object(kernel, "_resident", _resident):
+    with patch.object(kernel, "tiling_of", lambda *_: form), patch.object(kernel, "_resident", _resident):
         yield
 
 

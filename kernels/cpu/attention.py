@@ -1,4 +1,4 @@
-"""Attention on a CPU, in bfloat16: what ``fxprec``'s ways to compute it serve, and what they compute, in plain torch::
+"""Defines attention on a CPU in bfloat16: the arguments it supports, and its reference in plain torch::
 
     S = scale * q k^T + mask
     P = softmax(S)
@@ -8,7 +8,7 @@
     dS = P * (dP - rowsum(P * dP))
     dq = scale * dS k,  dk = scale * dS^T q,  dv = P^T dout
 
-The ways: ``attention_products`` and ``compiled_attention``.
+Implementations: ``attention_products`` and ``compiled_attention``.
 
 Source: Dao et al., "FlashAttention", NeurIPS 2022 (the derivatives); PyTorch, ``scaled_dot_product_attention`` (the
 semantics).
@@ -27,16 +27,16 @@ from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.torch_internals import attention_choice
 
-#: What torch chooses where it has no fused kernel.
+#: Torch's choice if it has no fused kernel.
 _BY_OPS: Final = 0
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, grouped: bool) -> bool:
-    """Whether our ways do what ``scaled_dot_product_attention`` does of such arguments, in its place.
+    """Return whether our implementations can replace ``scaled_dot_product_attention`` for these arguments.
 
-    Not where torch has no fused kernel, but computes in FP32. Not where somebody looks into the ops: vmap and forward
-    mode have no rule for ours, a tracer would unroll them. Not where a row attends to nothing and has no softmax:
-    torch's kernel knows what it wants there.
+    They cannot where torch has no fused kernel and computes in FP32; under a tracer or transform, since vmap and
+    forward mode have no rule for our ops and a tracer would unroll them; nor where a row attends to no key, whose
+    result torch's kernel alone defines.
     """
     if (
         query.device.type != "cpu"
@@ -52,7 +52,7 @@ def serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
     try:
         if attention_choice(query, key, value, mask, 0.0, causal, enable_gqa=grouped) == _BY_OPS:
             return False
-    except RuntimeError:  # torch refuses the arguments, and is to say so
+    except RuntimeError:  # torch refuses the arguments: its own call will raise
         return False
     if mask is None:
         return True
@@ -60,13 +60,13 @@ def serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """For [N, H, T, E], in memory [N, T, H, E], as torch's kernel gives it."""
+    """Allocate [N, H, T, E] in memory order [N, T, H, E], as the result of torch's kernel."""
     batch, heads, rows, width = x.shape
     return x.new_empty(batch, rows, heads, width).transpose(1, 2)
 
 
 def scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Of each row over each key, [N, H, T, S], in plain torch and in the dtype of its arguments."""
+    """Return the scores of each row and key, [N, H, T, S], in plain torch and the dtype of the arguments."""
     found = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(-1, -2) * scale
     if causal:
         found = found + torch.full(found.shape[-2:], -math.inf, dtype=found.dtype).triu(1)
@@ -74,7 +74,7 @@ def scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale:
 
 
 def reference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """The same in plain torch, which autograd differentiates any number of times: all wide, the result low."""
+    """Compute attention in plain torch, in FP32, differentiable any number of times; the result has query's dtype."""
     wide = torch.promote_types(query.dtype, torch.float32)
     p = torch.softmax(scores(query.to(wide), key.to(wide), mask, causal, scale), -1)
     return (p @ value.to(wide).repeat_interleave(query.shape[1] // key.shape[1], 1)).to(query.dtype)
@@ -83,7 +83,7 @@ def reference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ca
 def plain_gradients(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, p: Tensor, scale: float, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of query, key and value, of P as [N, H, T, S]: in plain torch, which can be differentiated in all of these.
+    """Return the gradients of query, key and value, in plain torch and differentiable, from P, [N, H, T, S].
 
     ``sums``: rowsum(P * dP), [N, H, T, 1], where it is known.
     """
@@ -97,7 +97,7 @@ def plain_gradients(
 
 
 def additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """What a mask adds to scores, wide, as [N, H, T, S]; of a broadcast dimension but the last nothing is copied."""
+    """Return a mask as an FP32 addend to the scores, [N, H, T, S]; only a broadcast last dimension is copied."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:
@@ -108,31 +108,31 @@ def additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def wants_gradients(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether a backward may follow."""
+    """Return whether a backward may follow."""
     return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
 
 
 def gradients_like(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Memory for those of query, key and value."""
+    """Allocate the gradients of query, key and value."""
     return empty_like(query), empty_like(key), empty_like(value)
 
 
 def scale_of(query: Tensor, given: float | None) -> float:
-    """1 / sqrt(E) where none is given."""
+    """Return the scale of the scores: the given one, or 1 / sqrt(E)."""
     return 1.0 / math.sqrt(query.shape[3]) if given is None else float(given)
 
 
 def elements_side_by_side(x: Tensor) -> Tensor:
-    """Elements of a row as kernels read them; rows and heads may lie anywhere."""
+    """Return x with the elements of each row adjacent in memory, as kernels read them; a copy if they are not."""
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
 def op_of(
     name: str, forward: Callable[..., Tensor], backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 ) -> KernelOp:
-    """Attention that keeps nothing for its backward but what came in.
+    """Make an attention op that saves nothing but its inputs for the backward.
 
     Args:
         name: of the op; that of its backward ends in "_backward".

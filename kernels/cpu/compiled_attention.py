@@ -1,7 +1,7 @@
-"""Attention on a CPU as one compiled loop: ``attention.cpp``, forward and backward.
+"""Computes attention on a CPU as one compiled loop, forward and backward: ``attention.cpp``.
 
-The same as ``attention_products``, which are made of torch's ops, with its softmax in FP32 between products that put
-out FP32. Scores never leave the cache: the forward keeps nothing, and the backward makes the probabilities anew. Errors
+It computes what ``attention_products`` computes by torch's ops: a softmax in FP32 between products with FP32 results.
+Scores never leave the cache: the forward saves nothing, and the backward computes the probabilities anew. Errors
 against float64 are those of torch's kernel in the output, and a half to nine tenths of them in the gradients.
 
 The first call compiles (``cpp``): two seconds, once a machine.
@@ -33,7 +33,7 @@ _SOURCE: Final = "cpu/attention.cpp"
 
 
 def why_not() -> str:
-    """Why this does not run here; "" where it does: an x86 CPU with AVX-512, oneDNN, and a compiler."""
+    """Return why the loop cannot run here, or "". It takes an x86 CPU with AVX-512, oneDNN, and a compiler."""
     mkldnn: Any = torch.backends.mkldnn
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not (mkldnn.is_available() and mkldnn.enabled):
         return "C++ kernels want AVX-512 and oneDNN, and torch has none of one of them here"
@@ -41,7 +41,7 @@ def why_not() -> str:
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    if query.dtype is not torch.bfloat16:  # a reference's
+    if query.dtype is not torch.bfloat16:  # FP64, for comparison
         return reference(query, key, value, mask, causal, scale)
     query, key, value = map(elements_side_by_side, (query, key, value))
     out = empty_like(query)
@@ -52,7 +52,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cau
 def _backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value."""
+    """Return the gradients of query, key and value."""
     if query.dtype is not torch.bfloat16:
         p = torch.softmax(scores(query, key, mask, causal, scale), -1)
         return plain_gradients(grad, query, key, value, p, scale)
@@ -64,9 +64,9 @@ def _backward(
 
 
 def run_for(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> Run | None:
-    """The forward alone, of query, key and value that lie like these, with torch's number of threads.
+    """Return the forward alone as a function of query, key and value with the shapes and strides of these.
 
-    None: not of these.
+    It runs torch's number of threads. None if the loop cannot read these without copies.
 
     Raises:
         CompilerError: nothing can be compiled here.
@@ -136,7 +136,7 @@ def compiled_attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """As ``attention``, whose arguments and result these are.
+    """Compute ``reference`` of these arguments, as one compiled loop.
 
     Raises:
         CompilerError: nothing can be compiled here.

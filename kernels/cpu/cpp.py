@@ -1,11 +1,11 @@
-"""C++ that is compiled on the machine that runs it: once for each source, compiler, torch and CPU; kept on disk.
+"""Compiles C++ on the machine that runs it: once for each source, compiler, torch and CPU; libraries stay on disk.
 
-``compiled("cpu/attention.cpp")`` gives a library, whose functions take addresses and sizes; ``compiled_text`` that of a
-text which was made (``rows.emit.loops``). The first call in a process compiles, or finds what another one compiled::
+``compiled("cpu/attention.cpp")`` returns a library, whose functions take addresses and sizes; ``compiled_text`` takes
+generated source (``rows.emit.loops``). The first call in a process compiles, or loads what another one compiled::
 
     ~/.cache/fxprec/cpp/attention-<hash of source, compiler, flags, torch and CPU>.so
 
-The folder is private, since what lies in it is run: one that others own or may write to is refused.
+The folder is private, since its libraries are executed: one that others own or may write to is refused.
 ``$FXPREC_CACHE_DIR`` and ``$XDG_CACHE_HOME`` move it, ``$CXX`` names the compiler.
 """
 
@@ -32,8 +32,8 @@ from torch import Tensor
 from fxprec.kernels.launch.cache_folder import cache_folder
 
 _X86: Final = platform.machine() in ("x86_64", "AMD64")
-#: No fast math: what is NaN or infinite stays so. Nothing is contracted to FMA, which vectors and the rest of a row
-#: might be in different ways.
+#: No fast math: NaN and infinities stay. No contraction to FMA, which vectors and the rest of a row might do in
+#: different ways.
 _FLAGS: Final = (
     "-O3", "-march=native", *(["-mprefer-vector-width=512"] if _X86 else []), "-fno-math-errno", "-fno-trapping-math",
     "-ffp-contract=off", "-std=c++20", "-fPIC", "-shared", "-fopenmp",
@@ -44,11 +44,11 @@ _LOCK: Final = threading.Lock()
 
 
 class CompilerError(RuntimeError):
-    """There is no C++ compiler, or it failed, or there is no safe place for what it makes."""
+    """Failure to compile C++: no compiler, an error of it, or no safe folder for its libraries."""
 
 
 def why_no_compiler() -> str:
-    """Why nothing can be compiled here; "" where it can."""
+    """Return why nothing can be compiled here, or ""."""
     if platform.system() != "Linux":
         return f"C++ kernels are built on Linux, and this is {platform.system()}"
     if _compiler() is None:
@@ -60,7 +60,7 @@ def why_no_compiler() -> str:
 
 @functools.cache
 def compiled(source: str, *definitions: str) -> ctypes.CDLL:
-    """The library of a source file of this package, such as "cpu/attention.cpp", with the headers that lie beside it.
+    """Return the library of a source file of this package, such as "cpu/attention.cpp", with the headers beside it.
 
     Args:
         definitions: of its macros, such as "ADAM=1".
@@ -79,7 +79,7 @@ def compiled(source: str, *definitions: str) -> ctypes.CDLL:
 
 @functools.cache
 def compiled_text(name: str, text: str) -> ctypes.CDLL:
-    """The library of a source that was written by a program; ``name``: of its file.
+    """Return the library of a generated source; ``name``: of its file.
 
     Raises:
         CompilerError: see there; with what the compiler said.
@@ -88,12 +88,12 @@ def compiled_text(name: str, text: str) -> ctypes.CDLL:
 
 
 def pointer(x: Tensor | None) -> ctypes.c_void_p:
-    """The address of a tensor's first number, as a library's function takes it; null for None."""
+    """Return the address of a tensor's first element, as a library's functions take it; null for None."""
     return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
 def _library(name: str, text: str, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
-    with _LOCK:  # two threads: one compiles
+    with _LOCK:  # of two threads one compiles
         if why := why_no_compiler():
             raise CompilerError(f"{name} cannot be compiled: {why}. Install g++, or convert with fuse='auto'")
         compiler = _compiler()
@@ -111,12 +111,12 @@ def _library(name: str, text: str, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
 
 
 def _compile(compiler: str, text: str, macros: tuple[str, ...], library: Path) -> None:
-    """All of it or nothing, whoever compiles the same meanwhile."""
+    """Compile a library into a temporary folder and rename it, so that other processes never see a part of it."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         source, made = Path(folder) / "source.cpp", Path(folder) / library.name
         source.write_text(text, encoding="utf-8")
         command = [compiler, *_FLAGS, *macros, str(source), "-o", str(made), *_LIBRARIES]
-        if "at::" in text:  # functions of torch's
+        if "at::" in text:  # the source calls torch's functions
             command += [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
@@ -138,7 +138,7 @@ def _version(compiler: str) -> str:
 
 @functools.cache
 def _cpu() -> str:
-    """What ``-march=native`` looks at."""
+    """Return a description of the CPU, which ``-march=native`` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

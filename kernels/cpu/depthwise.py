@@ -1,4 +1,4 @@
-"""Depthwise convolutions in bfloat16 on a CPU, whose backward runs in FP32 where oneDNN has no kernel for bfloat16::
+"""Computes depthwise convolutions in bfloat16 on a CPU, with the backward in FP32 if oneDNN has no bfloat16 kernel::
 
     y = conv2d(x, w, b), a filter a channel        torch's, low
     dx, dw, db                                     torch's, of FP32 copies with their channels last; rounded once
@@ -6,7 +6,7 @@
 oneDNN's depthwise kernels for a bfloat16 backward take filters up to 3 x 3, step by step. Of others the gradient of the
 filters is a general product for each channel, that of strided images a dense convolution. Forward and backward are 1.2
 to 3.3 times as fast so (``python -m benchmarks depthwise``, two cores of a Xeon with AMX, the same where oneDNN is held
-to AVX512-BF16). Nothing more is kept for the backward.
+to AVX512-BF16). Nothing more is saved for the backward.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.launch.operands import suits_loops
 
-#: Sizes of filters up to which oneDNN has a kernel, and elements of an image from which FP32 copies take less time.
+#: Largest filters that oneDNN has a kernel for, and fewest elements of images whose FP32 copies pay.
 _SMALL: Final = 3
 _FEWEST: Final = 20_000
 
 
 def has_no_kernel(sizes: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> bool:
-    """Whether oneDNN has none for a bfloat16 backward of depthwise filters, of a weight of these sizes."""
+    """Return whether oneDNN lacks a kernel for the bfloat16 backward of a depthwise weight of these sizes."""
     return sizes[1] == 1 and (min(sizes[2:]) > _SMALL or max(*stride, *dilation) > 1)
 
 
 def pays(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], dilation: Sequence[int], groups: int
 ) -> bool:
-    """Whether a backward will follow that takes less time in FP32.
+    """Return whether a backward may follow that is faster in FP32.
 
-    Not where somebody looks into the ops, who counts, traces or keeps convolutions and would not know ours; asked
-    first, since a tracer makes guards of sizes that are looked at.
+    False under tracers and modes, which count, trace or save convolutions and do not know our op. That is asked first,
+    since a tracer makes guards of the sizes read here.
     """
     if watcher(COMPILER, SCRIPT, TRANSFORM, DUAL, ANY_MODE) is not None or not torch.is_grad_enabled():
         return False
@@ -57,7 +57,7 @@ def depthwise_conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    """``torch.nn.functional.conv2d(x, weight, bias, stride, padding, dilation, groups=x.shape[1])``, to the bit.
+    """Return ``F.conv2d(x, weight, bias, stride, padding, dilation, groups=x.shape[1])``, bit for bit.
 
     Args:
         x: [N, C, H, W], bfloat16, on a CPU.
@@ -73,7 +73,7 @@ def depthwise_conv2d(
 def reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int]
 ) -> Tensor:
-    """The same in FP32, or in float64, which autograd differentiates any number of times; the result in x's dtype."""
+    """Compute the convolution in FP32 or float64, differentiable any number of times, with the result in x's dtype."""
     wide = torch.promote_types(x.dtype, torch.float32)
     shift = None if bias is None else bias.to(wide)
     return F.conv2d(x.to(wide), weight.to(wide), shift, stride, padding, dilation, x.shape[1]).to(x.dtype)
@@ -89,7 +89,7 @@ def backward_reference(
     grad: Tensor, x: Tensor, weight: Tensor, biased: bool, stride: list[int], padding: list[int], dilation: list[int],
     wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients that are wanted, of x, weight and bias, in the dtype of all: with derivatives of their own."""
+    """Return the wanted gradients of x, weight and bias in their common dtype, differentiable."""
     sizes, groups = [len(weight)] if biased else None, x.shape[1]
     found = torch.ops.aten.convolution_backward(
         grad, x, weight, sizes, stride, padding, dilation, False, [0, 0], groups, wanted
@@ -125,6 +125,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     wanted, rest = [*ctx.needs_input_grad[:3]], (None,) * 3
     if torch.is_grad_enabled():
+        # The bias was not saved: its gradient is a sum, whatever its values.
         of_x, of_weight, *_ = eager_gradients(reference, (x, weight, None, *ctx.settings), (grad,))
         return of_x, of_weight, grad.float().sum((0, 2, 3)).to(grad.dtype) if wanted[2] else None, *rest
     run: Any = backward_reference if watcher(TRANSFORM) is not None else _backward_op

@@ -1,12 +1,12 @@
-"""Products on weights that oneDNN packed once: linears and convolutions, with what follows them in the same kernel.
+"""Runs linears and convolutions on weights that oneDNN packed once, with the activation behind in the same kernel.
 
 oneDNN's kernels read a weight in blocks. Given a plain one it reorders it at each call, which for a few rows takes
-longer than the product. A packed weight is an opaque tensor: it has no memory that others could read, no copy and no
-gradient, and its products record nothing for a backward. So who calls these keeps the plain weight, and runs torch's
-own ops wherever somebody watches or wants gradients.
+longer than the product. A packed weight is an opaque tensor: it has no readable memory, no copy and no gradient, and
+its products record nothing for a backward. So callers keep the plain weight, and run torch's own ops under tracers and
+where gradients are wanted.
 
-Convolutions on packed weights give channels_last, whatever they take: ``in_format_of`` puts a result back into the
-format that the plain ones would have given.
+Convolutions on packed weights return channels_last for any input: ``in_format_of`` restores the format that plain ones
+would have returned.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _PARTS: Final = (
 #: Multiply-adds up to which torch multiplies bfloat16 matrices by a loop of its own, which is faster than a call of
 #: oneDNN. Source: ATen/native/mkldnn/Matmul.cpp, use_mkldnn_bf16_matmul.
 FEW: Final = 16**3
-#: Sizes of input for which a weight is packed: each takes as much memory as the weight.
+#: Most sizes of input for which a weight is packed: each takes as much memory as the weight.
 _SIZES: Final = 4
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether products in this dtype run on packed weights here: bfloat16, where oneDNN has kernels for it."""
+    """Return whether products in this dtype run on packed weights here: bfloat16, if oneDNN has kernels for it."""
     if dtype is not torch.bfloat16 or any(part is None for part in _PARTS):
         return False
     mkldnn: Any = torch.backends.mkldnn
@@ -50,19 +50,16 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def pack_linear(weight: Tensor) -> Tensor:
-    """The weight of ``F.linear`` in the layout of oneDNN's kernels. A hint of the batch changes nothing measurable."""
+    """Return the weight of ``F.linear`` in the layout of oneDNN's kernels. A hint of the batch size gained nothing."""
     return reorder_linear_weight(weight.contiguous(), None)
 
 
 class Geometry(NamedTuple):
-    """How a convolution walks over its images, a number for each of their dimensions.
+    """Stride, padding and dilation of a convolution, a number for each dimension of the image.
 
     Attributes:
-        stride: likewise.
-        padding: likewise.
-        dilation: likewise.
         groups: of channels.
-        output_padding: of a transposed convolution; None: it is none.
+        output_padding: of a transposed convolution; None for others.
     """
 
     stride: tuple[int, ...]
@@ -73,7 +70,7 @@ class Geometry(NamedTuple):
 
 
 class PackedConv:
-    """A convolution whose weight is packed for each size of input that comes.
+    """Convolution whose weight is packed for each size of input.
 
     Which layout oneDNN's kernel reads depends on the size, and one in another layout is reordered at each call by a
     loop that takes a hundred times as long as the convolution (measured: 1.5 ms against 0.03 ms).
@@ -100,13 +97,13 @@ class PackedConv:
     def __call__(
         self, x: Tensor, bias: Tensor | None, act: str, numbers: Sequence[float], algorithm: str
     ) -> Tensor:  # fmt: skip
-        """Of a batch of images, or of one; then what ``act`` makes of the result. Gives channels_last."""
+        """Convolve a batch of images, or one, and apply the activation ``act``; the result is channels_last."""
         if x.dim() != self._dimensions:
             return self(x.unsqueeze(0), bias, act, numbers, algorithm).squeeze(0)
         return self._pointwise(x, self._for_input(x.shape), bias, *self._options, act, numbers, algorithm)
 
     def gives(self, shape: torch.Size) -> tuple[int, ...]:
-        """The shape of the result; () of an input without a batch. Not of a transposed one."""
+        """Return the shape of the result, or () for an input without a batch. Not for transposed convolutions."""
         known = self._gives.get(shape)
         if known is not None or len(shape) != self._dimensions:
             return known or ()
@@ -118,9 +115,9 @@ class PackedConv:
         return found
 
     def plus(self, x: Tensor, bias: Tensor | None, other: Tensor, relu: bool, over: bool) -> Tensor | None:
-        """With another image, of the result's shape; ``over``: which the result may be written over.
+        """Return ``relu?(conv(x) + other)`` in one kernel; ``over``: the result may overwrite ``other``.
 
-        None: not in one kernel, since sizes are too many for the weight to be packed. Not of a transposed one.
+        None if the weight is not packed for this size, of which there are too many. Not for transposed convolutions.
         """
         weight = self._for_input(x.shape)
         if not weight.is_mkldnn:
@@ -131,13 +128,13 @@ class PackedConv:
         return conv_binary(x, other, *rest)
 
     def _for_input(self, shape: torch.Size) -> Tensor:
-        """The packed weight for inputs of this shape; beyond a few shapes the plain one, as without packing."""
+        """Return the packed weight for inputs of this shape; beyond a few shapes the plain weight."""
         found = self._packed.get(shape)
         return self._pack(shape) if found is None else found
 
     def _pack(self, shape: torch.Size) -> Tensor:
         plain = self._plain
-        if plain is None:  # packing loses nothing
+        if plain is None:  # unpacked from a packed weight, which loses nothing
             dense = next(iter(self._packed.values())).to_dense()
             plain = self._plain = dense.transpose(0, 1).contiguous() if self._is_transposed else dense
         if len(self._packed) >= _SIZES or 0 in shape:
@@ -145,12 +142,13 @@ class PackedConv:
         packed = self._reorder(plain, *self._options, [*shape])
         self._packed[shape] = packed
         if len(self._packed) == 1 and not (self._is_transposed and self._geometry.groups > 1):
-            self._plain = None  # mostly there is but one size; the excepted do not always unpack as they were
+            # Mostly there is one size only. Transposed weights of several groups do not unpack as they were.
+            self._plain = None
         return packed
 
     @property
     def nbytes(self) -> int:
-        """That it holds by now."""
+        """Bytes of the weights held so far."""
         held = [*self._packed.values(), *([] if self._plain is None else [self._plain])]
         return sum(each.numel() * each.element_size() for each in held)
 
@@ -159,7 +157,7 @@ def fold_norm(
     weight: Tensor, bias: Tensor | None, mean: Tensor, var: Tensor, gamma: Tensor | None, beta: Tensor | None,
     eps: float, geometry: Geometry,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Weight and bias of a convolution with the batch norm behind it, in FP32."""
+    """Return weight and bias, in FP32, of a convolution with the batch norm behind it folded in."""
     scale = torch.rsqrt(var.double() + eps)
     scale = scale if gamma is None else scale * gamma.double()
     shift = -mean.double() if bias is None else bias.double() - mean.double()
@@ -172,7 +170,7 @@ def fold_norm(
 
 
 def packed_linear_of_many(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` with a small weight: on the packed one unless the input has so few rows that torch's loop wins."""
+    """Return ``F.linear`` with a small weight: packed, unless the input has so few rows that torch's loop is faster."""
     if x.numel() * weight.shape[0] <= FEW:
         return F.linear(x, weight, bias)
     return linear_pointwise(x, packed, bias, "none", [], "")
@@ -182,17 +180,17 @@ def packed_conv(
     x: Tensor, packed: PackedConv, bias: Tensor | None, act: str = "none", numbers: Sequence[float] = (),
     algorithm: str = "",
 ) -> Tensor:  # fmt: skip
-    """A convolution, and what ``act`` makes of its result, in one kernel. Gives channels_last."""
+    """Run a convolution and its activation ``act`` in one kernel; the result is channels_last."""
     return packed(x, bias, act, numbers, algorithm)
 
 
 def packed_conv_plus(
     x: Tensor, packed: PackedConv, bias: Tensor | None, other: Tensor, relu: bool = False, over: bool = False
 ) -> Tensor:  # fmt: skip
-    """``relu?(conv(...) + other)``: in one kernel where the two are of one shape.
+    """Return ``relu?(conv(...) + other)``, in one kernel if the two have one shape.
 
     Args:
-        over: nobody reads ``other`` afterwards: the result may take its memory.
+        over: ``other`` is not read afterwards, so that the result may take its memory.
     """
     if other.dtype is x.dtype and other.shape == packed.gives(x.shape):
         joined = packed.plus(x, bias, other, relu, over)
@@ -203,7 +201,7 @@ def packed_conv_plus(
 
 
 def in_format_of(y: Tensor, *sources: Tensor) -> Tensor:
-    """``y`` as it would lie in memory had it come from these by plain ops: channels_last if one of them does."""
+    """Return ``y`` in the memory format that plain ops on the sources give: channels_last if one of them is."""
     if y.is_contiguous() or any(map(_is_channels_last, sources)):
         return y
     return y.contiguous()

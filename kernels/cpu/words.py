@@ -1,9 +1,9 @@
-"""Words of this process's memory, read at a list of addresses by one gather.
+"""Reads 4-byte words of this process's memory at a list of addresses by one gather.
 
-To look at a few elements of each of hundreds of tensors, one op a tensor takes 100 times as long as the looking. Here
-all of memory is one int32 tensor, which owns none of it, and the elements of all tensors are one ``index_select``.
+To read a few elements of each of hundreds of tensors, one op a tensor takes 100 times as long as the reads. Here all of
+memory is one int32 tensor, which owns none of it, and the elements of all tensors are one ``index_select``.
 
-What stands at the addresses must be kept alive by the caller (a reference to each storage does).
+The caller must keep the memory at the addresses alive (a reference to each storage does).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 
 #: Bytes of a word.
 WORD: Final = 4
-#: Where the tensor of all memory begins: nothing lies below, and a tensor at address 0 has no elements to torch.
+#: First address of the tensor of all memory: nothing lies below, and torch takes address 0 for an empty tensor.
 _BEGIN: Final = 64
-#: Where in a tensor two neighbours are sampled: at its ends, which a write meanwhile reaches first and last,
-#: and at two places that no regular structure (blocks, rows of padding) has in common.
+#: Positions in a tensor at which two neighbours are sampled: its ends, which a running write reaches first and last,
+#: and two that no regular structure (blocks, rows of padding) has in common.
 _PAIRS: Final = (0.0, 0.382, 0.724, 1.0)
 #: Samples of each tensor.
 SAMPLES: Final = 2 * len(_PAIRS)
-#: Elements in a row that are looked at for one that is not zero, at so many places.
+#: Length and number of the windows that are searched for elements that are not zero.
 _NEAR: Final = 1024
 _WINDOWS: Final = 4
 #: Beyond the last address of any process: x86 and ARM use at most 52 bits.
@@ -34,12 +34,12 @@ _END: Final = 1 << 56
 
 
 def places_of(addresses: Iterable[int]) -> Tensor:
-    """Return what ``words`` wants for the words at these addresses, rounded down to multiples of four: int64 [n]."""
+    """Return the indices, int64 [n], by which ``words`` reads these addresses, rounded down to multiples of four."""
     return torch.tensor([(address - _BEGIN) // WORD for address in addresses], dtype=torch.int64, device="cpu")
 
 
 def words(places: Tensor) -> Tensor:
-    """Return the words there now: int32 [n], on the CPU."""
+    """Return the current words at these indices: int32 [n], on the CPU."""
     return _memory().index_select(0, places)
 
 
@@ -55,8 +55,8 @@ def sampled_addresses(tensor: Tensor) -> list[int]:
 def nonzero_addresses(tensor: Tensor) -> list[int]:
     """Return the addresses of SAMPLES elements that are not zero, for a tensor that mostly is; none if all are zero.
 
-    A write that scales a pruned tensor changes no other element. Windows are looked at, and only where they hold zeros
-    alone all of the tensor.
+    A write that scales a pruned tensor changes no other element. A few windows are searched, and the whole tensor only
+    if these hold nothing but zeros.
     """
     flat = tensor.detach().flatten()
     step = max(flat.numel() - _NEAR, 0) // (_WINDOWS - 1)
@@ -89,10 +89,10 @@ def _offset(number: int, shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 class SampledWords:
-    """Samples of some tensors on the CPU as they are when this is made; it keeps the tensors' memory.
+    """Samples of some CPU tensors, taken at construction; holds the tensors' memory.
 
     Attributes:
-        noted: the words of them, int32.
+        noted: the sampled words, int32.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -101,7 +101,7 @@ class SampledWords:
         self.noted = words(self._places)
 
     def same(self) -> bool:
-        """Return whether they are what they were."""
+        """Return whether the samples are unchanged."""
         return torch.equal(words(self._places), self.noted)
 
 

@@ -1,1 +1,1 @@
-"""What every kernel needs: Triton where there is one, torch ops, who is watching, random numbers, rounding."""
+"""Shared parts of all kernels: Triton if it is installed, torch ops, active tracers, random numbers, rounding."""

@@ -1,6 +1,7 @@
-"""Gradients in a batch, as ``torch.autograd.grad(is_grads_batched=True)`` hands them to a backward.
+"""Runs a backward once for each gradient of a batch, as ``torch.autograd.grad(is_grads_batched=True)`` passes them.
 
-Its vmap is of the old kind: tensors without memory of their own, which no kernel can read, and no transform that shows.
+Its vmap is the legacy one: batched tensors have no memory that a kernel could read, and no torch.func transform is
+active that would tell.
 ``torch.autograd.functional``'s ``jacobian`` and ``hessian`` come to it with ``vectorize=True``.
 """
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from fxprec.kernels.torch_internals import add_batch_dim, is_batched, remove_batch_dim
 
-#: Of that vmap, which is never within another of its kind.
+#: Level of the legacy vmap, which is never nested.
 _LEVEL: Final = 1
 
 
@@ -38,7 +39,7 @@ def _each(backward: Callable[..., Any], ctx: Any, grads: Sequence[Any]) -> tuple
         for place, grad in enumerate(grads)
         if isinstance(grad, Tensor) and is_batched(grad)
     }
-    saved = ctx.saved_tensors  # held, so that no backward takes itself for the last that reads them, and writes there
+    saved = ctx.saved_tensors  # held: no backward may think itself the last reader and overwrite them
     results: list[tuple[Any, ...]] = []
     for number in range(len(next(iter(batches.values())))):
         given = [batches[place][number] if place in batches else grad for place, grad in enumerate(grads)]

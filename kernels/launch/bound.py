@@ -1,8 +1,8 @@
-"""Launches of a kernel of which all is known but the tensors: little else is looked at when they are launched again.
+"""Binds a kernel to all of its arguments but the tensors, so that it is launched again with few checks.
 
-A kernel file decides once for tensors that lie in one way how they are cut and what the kernel is told, and makes a
-``Bound`` of that. Between the kernels of a model Python is slow (see ``direct``): arguments by name, grids and keys of
-them took as long as five launches.
+A kernel file decides once for tensors of given shapes and strides how they are tiled and which arguments the kernel
+gets, and makes a ``Bound`` of that. Between the kernels of a model Python is slow (see ``direct``): arguments by name,
+and looking up grids and arguments, took as long as five launches.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from fxprec.kernels.launch.triton_support import interpreting, on_device
 
 
 class Bound:
-    """``bound(*given)``: ``kernel[grid](*given, *rest, **options)``, on the current stream of the tensors' device.
+    """Kernel with bound arguments: ``bound(*given)`` is ``kernel[grid](*given, *rest, **options)``.
 
-    What is given are tensors, of which all but the first may be None, and floats, for which nothing is compiled.
+    It launches on the current stream of the tensors' device. ``given`` are tensors, of which all but the first may be
+    None, and floats, whose values are not compiled in.
 
-    Triton compiles for dtypes and for whether addresses divide by 16; the numbers of ``rest`` never change. What it
-    compiled for aligned tensors is launched at once from then on; others, each of which has a say, go through Triton.
+    Triton compiles for dtypes and for whether addresses divide by 16; the numbers of ``rest`` never change. The kernel
+    compiled for aligned tensors is launched directly from then on; unaligned ones, each of which matters, go through
+    Triton.
 
     Args:
         kernel: a function under ``triton_support.jit``.
@@ -40,6 +42,7 @@ class Bound:
     def __call__(self, *given: Tensor | float | None) -> None:
         first: Any = given[0]
         index = first.get_device()
+        # One OR of all addresses tells whether each divides by 16.
         kinds: list[Any] = [index]
         bits = 0
         for each in given:

@@ -1,4 +1,4 @@
-"""Where what is made for this machine is kept: measured costs, compiled C++."""
+"""Names the folder that caches measured costs and compiled C++ of this machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """``$FXPREC_CACHE_DIR``, else ``$XDG_CACHE_HOME/fxprec``, else ``~/.cache/fxprec``."""
+    """Return ``$FXPREC_CACHE_DIR``, else ``$XDG_CACHE_HOME/fxprec``, else ``~/.cache/fxprec``."""
     own, general = os.environ.get("FXPREC_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
     return Path(own) if own else Path(general or Path.home() / ".cache") / "fxprec"

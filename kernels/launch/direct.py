@@ -1,9 +1,9 @@
-"""Calls of kernels by the shortest way: what was decided for tensors that lie in one way is kept, and found by that.
+"""Shortens calls of kernels: decisions made for tensors of given shapes and strides are cached by these.
 
-Between the kernels of a model Python is slow, since the model's tensors take its place in the caches: what asks who
-looks on, whether a gradient is wanted, which kernel serves and how its tensors are walked took 10 us of a fused region
-in a loop of its own, and 50 in a frozen BERT whose kernels take 20. All of this depends on how the tensors lie and on
-whether a gradient is wanted, where nobody looks on, as in the programs of a frozen model (``packed_weights``).
+Between the kernels of a model Python is slow, since the model's tensors evict its data from the caches. Checking for
+tracers and gradients, and choosing a kernel and its arguments, took 10 us of a fused region in a loop of its own, and
+50 in a frozen BERT whose kernels take 20. If no tracer is active, as in the programs of a frozen model
+(``packed_weights``), all of this depends only on the tensors' metadata and on whether a gradient is wanted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-#: Of tensors that lie as those of the call for which it was made.
+#: A function of tensors with the shapes, strides and dtypes of those that it was prepared for.
 Run: TypeAlias = Callable[..., Any]
 
 _shape: Final = attrgetter("shape")
@@ -25,7 +25,7 @@ _device: Final = attrgetter("device")
 _wanted: Final = attrgetter("requires_grad")
 _strides: Final = Tensor.stride
 _negated: Final = Tensor.is_neg
-#: Ways that a call remembers. A model that calls it with ever new shapes keeps the latest.
+#: Patterns of tensors that a call remembers. A model that calls it with ever new shapes keeps the latest.
 _MOST: Final = 64
 _LOCK: Final = threading.Lock()
 
@@ -33,13 +33,13 @@ _LOCK: Final = threading.Lock()
 def direct(
     name: str, whole: Run, prepare: Callable[..., Run | None], switched: Callable[..., None] = lambda *_: None
 ) -> Run:  # fmt: skip
-    """``whole``, of plain tensors, where nobody looks into the ops; tensors alone are arguments.
+    """Return ``whole`` with a cache of prepared functions, for plain tensors outside of any tracer.
 
     Args:
         name: of the function that is returned.
-        whole: runs the first call with tensors that lie in one way, and those that nothing shorter serves.
-        prepare: makes of such tensors what runs the others, in the same grad mode; or None.
-        switched: is told of tensors that lie otherwise than those of the call before.
+        whole: runs the first call of each pattern of tensors, and every call that ``prepare`` returned None for.
+        prepare: returns for tensors the function that runs later calls of their pattern and grad mode, or None.
+        switched: is called with the tensors when their pattern differs from that of the call before.
     """
     known: dict[Any, Run] = {}
     latest: tuple[Any, Run] = (None, whole)  # one tuple: another thread sees both of it or none

@@ -1,4 +1,4 @@
-"""Triton kernels that are launched again without being looked up: ``kernel[grid](...)`` in half the Python.
+"""Keeps compiled Triton kernels by their arguments, so that ``kernel[grid](...)`` takes half the Python.
 
 Triton compiles a kernel for facts about its arguments: dtypes, constants, whether a number is 1, divides by 16 or wants
 64 bits, whether an address divides by 16. At each launch it finds them out, writes them as text and looks for the
@@ -19,15 +19,15 @@ from triton import JITFunction, knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-#: Launches of a kernel that are kept, of which each number of rows is one: beyond that they begin anew.
+#: Launches that a kernel keeps, one for each number of rows; beyond that the cache is emptied.
 _MOST: Final = 1024
 
 
 def launcher(compiled: CompiledKernel, grid: tuple[int, ...]) -> Callable[..., None]:
-    """``compiled[grid]``, on the current stream of the current device, without what Triton does for its hooks.
+    """Return ``compiled[grid]``, on the current stream of the current device, without Triton's work for its hooks.
 
     Triton gathers what a hook might ask and calls both chains of hooks at each launch, also where they are empty: of an
-    H100's 7.7 us a launch 2.7. Where somebody hooks in, as its profiler does, Triton launches.
+    H100's 7.7 us a launch 2.7. If there are hooks, as of its profiler, Triton launches.
     """
     x, y, z = (*grid, 1, 1)[:3]
     hooked = compiled[(x, y, z)]  # which loads the kernel on the device
@@ -50,7 +50,7 @@ def _is_empty(hook: Any) -> bool:
 
 
 class KeptKernel(JITFunction):
-    """A kernel of Triton's in all else; ``function`` and ``options`` are those of ``triton.jit``."""
+    """Triton kernel that keeps its launches; ``function`` and ``options`` are those of ``triton.jit``."""
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__(function, **options)
@@ -63,7 +63,7 @@ class KeptKernel(JITFunction):
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: Any, *args: Any, **kwargs: Any) -> Any:
-        """On the current stream of the current device. Returns the compiled kernel, as Triton does."""
+        """Launch on the current stream of the current device; return the compiled kernel, as Triton does."""
         key = None
         if self._constants_last and type(grid) is tuple:
             args = (*args, *[kwargs.pop(name) for name in self.arg_names[len(args) :]])
@@ -80,7 +80,7 @@ class KeptKernel(JITFunction):
         return compiled
 
     def _key(self, args: tuple[Any, ...], grid: Any, options: dict[str, Any]) -> tuple[Any, ...] | None:
-        """What Triton would make the same kernel and launch of; None where it has to look itself."""
+        """Return the facts for which Triton would reuse kernel and launch, or None if Triton must decide."""
         addresses, found = 0, [torch.cuda.current_device(), grid]
         for argument in args[: self._computed]:
             kind = type(argument)
@@ -93,6 +93,6 @@ class KeptKernel(JITFunction):
                 found.append(kind)
             else:
                 return None
-        if addresses & 15:  # each has a say of its own
+        if addresses & 15:  # some address is unaligned: Triton compiles for which ones are
             found.append(tuple(each.data_ptr() % 16 == 0 for each in args if isinstance(each, Tensor)))
         return (*found, *args[self._computed :], *options.items())

@@ -1,4 +1,4 @@
-"""A kernel as a torch op: seen by torch.compile, torch.export and dispatch modes, and short where nobody looks.
+"""Makes a kernel a torch op that torch.compile, torch.export and dispatch modes see, and that is cheap without them.
 
 A kernel file writes the launcher of its forward, what the result looks like (fake), what the backward needs
 (setup_context) and the backward, and makes one ``KernelOp`` of them. Calling it takes one of three ways::
@@ -28,7 +28,7 @@ _KERNELS: Final[dict[str, KernelOp]] = {}
 
 
 class KernelOp:
-    """``op(*inputs)``: one kernel, as ``torch.ops.fxprec.<name>`` and by the shortest way.
+    """Kernel with autograd: ``op(*inputs)`` is ``torch.ops.fxprec.<name>``, or a shorter call if no tracer is active.
 
     Args:
         name: of the op, unique in the namespace ``fxprec``.
@@ -63,7 +63,7 @@ class KernelOp:
             backward = one_by_one(backward)
             self.op.register_autograd(backward, setup_context=setup_context)
             function: Any = _function(name, forward, backward, setup_context)
-            # Without its look for function transforms: none are active where it is called.
+            # Function.apply first looks for torch.func transforms, none of which are active where this is called.
             self._apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
             self._transformed = _transformed(name, self.op, backward, setup_context)
 
@@ -83,14 +83,14 @@ class KernelOp:
         return self.launch(*inputs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles of a module that holds one hold the very same one."""
+        """Return a reference by name: copies and pickles of a module share its ops."""
         return _by_name, (self.name, self.launch.__module__)
 
 
 def eager_gradients(
     reference: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Any], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of ``reference(*inputs)``, an eager form of the kernel, that can be differentiated themselves.
+    """Return gradients of ``reference(*inputs)``, an eager form of the kernel, that can be differentiated again.
 
     Args:
         inputs: those of the forward, tensors as autograd knows them (``ctx.saved_tensors``).
@@ -139,6 +139,6 @@ def _function(name: str, forward: Any, backward: Any, setup_context: Any) -> Any
 
 
 def _transformed(name: str, op: Any, backward: Any, setup_context: Any) -> Any:
-    """The form that torch.func.grad and its kind take; a custom op with autograd is refused by them."""
+    """Build the autograd function for torch.func.grad and the like, which refuse a custom op with autograd."""
     members = {"forward": op.__call__, "setup_context": setup_context, "backward": backward}
     return type(name, (torch.autograd.Function,), {key: staticmethod(value) for key, value in members.items()})

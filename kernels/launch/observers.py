@@ -1,8 +1,8 @@
-"""Who is watching: somebody who must see the ops themselves, or would keep what is made now beyond its time.
+"""Finds active tracers, modes and transforms, which must see ops one by one or would keep tensors for too long.
 
-``watcher(COMPILER, TRANSFORM)`` names the first of them that is on in this thread. What counts depends on who asks: a
-kernel that is a torch op hides from no dispatch mode, and a fake mode may well see it; a weight's copy that is to last
-must not be made under one.
+``watcher(COMPILER, TRANSFORM)`` returns the first of them that is active in this thread. Which ones matter depends on
+the caller: a kernel that is a torch op hides from no dispatch mode, and a fake mode may see it; a persistent copy of a
+weight must not be made under one.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from fxprec.kernels.torch_internals import (
     set_jit_tracing_state,
 )
 
-#: Modes of torch's own whose tensors are no tensors to run on.
+#: Modes of torch's own whose tensors hold no values.
 _TRACING: Final = (DispatchModeKey.FAKE, DispatchModeKey.PROXY, DispatchModeKey.FUNCTIONAL)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Watcher:
-    """One who may watch: ``name``, as a message has it, and what is truthy while it is on in this thread.
+class Observer:
+    """Tracer, mode or transform: its ``name`` in messages, and a function that is truthy while it is active.
 
-    ``is_on`` is torch's own function where it can be: it is asked at every call of a kernel.
+    ``is_on`` asks about this thread. It is torch's own function where possible, since every call of a kernel asks.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Watcher:
 
 
 def tracing_mode() -> object | None:
-    """The mode of torch's own that traces or fakes what runs now: a persistent tensor would enter it as a constant."""
+    """Return torch's active tracing or fake mode, or None. A persistent tensor would enter its graph as a constant."""
     if dispatch_modes():
         for key in _TRACING:
             if (mode := current_dispatch_mode(key)) is not None:
@@ -51,18 +51,18 @@ def tracing_mode() -> object | None:
     return None
 
 
-COMPILER: Final = Watcher("a compiler", torch.compiler.is_compiling)
-TRANSFORM: Final = Watcher("a torch.func transform", function_transform_level)  # from 1; None: there is none
-DUAL: Final = Watcher("forward-mode differentiation", lambda: forward_ad_level() >= 0)
-SCRIPT: Final = Watcher("torch.jit.trace", jit_tracing_state)
-FX: Final = Watcher("torch.fx.symbolic_trace", is_fx_tracing)
-TRACING: Final = Watcher("a tracing mode", tracing_mode)
-PROXY: Final = Watcher("a tracer", lambda: dispatch_modes() > 0 and get_proxy_mode() is not None)
-ANY_MODE: Final = Watcher("a dispatch mode", dispatch_modes)
+COMPILER: Final = Observer("a compiler", torch.compiler.is_compiling)
+TRANSFORM: Final = Observer("a torch.func transform", function_transform_level)  # from 1; None: there is none
+DUAL: Final = Observer("forward-mode differentiation", lambda: forward_ad_level() >= 0)
+SCRIPT: Final = Observer("torch.jit.trace", jit_tracing_state)
+FX: Final = Observer("torch.fx.symbolic_trace", is_fx_tracing)
+TRACING: Final = Observer("a tracing mode", tracing_mode)
+PROXY: Final = Observer("a tracer", lambda: dispatch_modes() > 0 and get_proxy_mode() is not None)
+ANY_MODE: Final = Observer("a dispatch mode", dispatch_modes)
 
 
-def watcher(*asked: Watcher) -> Watcher | None:
-    """The first of these that watches now, or None."""
+def watcher(*asked: Observer) -> Observer | None:
+    """Return the first of these that is active in this thread, or None."""
     for each in asked:
         if each.is_on():
             return each
@@ -71,7 +71,7 @@ def watcher(*asked: Watcher) -> Watcher | None:
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """What runs within is no part of what a dispatch mode or ``torch.jit.trace`` in this thread records: a capture."""
+    """Suspend this thread's dispatch modes and ``torch.jit.trace``: a capture inside is no part of what they record."""
     state = jit_tracing_state()
     with disable_current_modes():
         set_jit_tracing_state(None)

@@ -1,4 +1,4 @@
-"""What the hand-written kernels take: floating-point tensors, which they compute with in FP32, on one device."""
+"""Checks the operands of hand-written kernels: floating-point tensors on one device, computed with in FP32."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from fxprec.kernels.torch_internals import FakeTensor
 
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
-#: Tensors that are nobody's: a subclass dispatches ops itself, and must see them.
+#: Types of plain tensors: any other subclass dispatches ops itself, and must see them.
 PLAIN: Final = (Tensor, nn.Parameter)
 
 
 def check_operands(kernel: str, **tensors: Any) -> None:
-    """Refuse another dtype (TypeError), and another device than the first one's (ValueError). Others may be None."""
+    """Raise TypeError for other dtypes, ValueError for a device other than the first tensor's.
+
+    All but the first may be None.
+    """
     first, x = next(iter(tensors.items()))
     device = getattr(x, "device", None)
     for name, tensor in tensors.items():
@@ -36,12 +39,12 @@ def check_operands(kernel: str, **tensors: Any) -> None:
 
 
 def packed(tensor: Tensor | None) -> Tensor | None:
-    """A tensor as kernels read it that take no strides of it: one value after another."""
+    """Return a contiguous tensor, for kernels that take no strides of it; None for None."""
     return None if tensor is None else tensor.contiguous()
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether no two elements share memory and none is between them, in any order of dimensions."""
+    """Return whether elements neither share memory nor have gaps between them, in any order of dimensions."""
     step = 1
     for stride, size in sorted((t, s) for s, t in zip(shape, strides, strict=True) if s != 1):
         if stride != step:
@@ -51,7 +54,7 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def suits_loops(x: Tensor) -> bool:
-    """Whether a hand-written C++ loop may read it: bfloat16 or FP32 numbers that lie in a CPU's memory as they are."""
+    """Return whether a hand-written C++ loop can read the tensor: plain bfloat16 or FP32 values in a CPU's memory."""
     return (
         x.device.type == "cpu"
         and x.dtype in (torch.bfloat16, torch.float32)

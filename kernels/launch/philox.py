@@ -1,4 +1,4 @@
-"""Dropout without a mask in memory: whether an element of rows x columns is kept is a function of (seed, row, column).
+"""Computes dropout without a mask in memory: the decision for an element is a function of (seed, row, column).
 
 A forward draws one seed a dropout, an int64 on the device, from torch's generator of that device: so ``manual_seed``
 rules it, ``torch.utils.checkpoint`` restores it, and a CUDA graph draws anew at each replay. The backward computes the
@@ -19,12 +19,12 @@ _MASK = 0xFFFFFFFF
 
 
 def draw_seeds(count: int, device: torch.device) -> Tensor:
-    """int64 [count] on the device, from torch's default generator there; nothing waits for them."""
+    """Draw int64 [count] seeds from the device's default generator, without a host sync."""
     return torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, device=device)
 
 
 def drop_threshold(p: float) -> int:
-    """Words below this are dropped: ``p`` of 2**32, at least one of them for p > 0.
+    """Return the word below which elements are dropped: ``p * 2**32``, and at least 1 for p > 0.
 
     Raises:
         ValueError: p is not in [0, 1).
@@ -36,7 +36,7 @@ def drop_threshold(p: float) -> int:
 
 @jit()
 def keep_tile(seed, rows, columns, start, THRESHOLD: constexpr, BLOCK: constexpr):
-    """Which elements of a tile stay: rows ``rows``, columns from ``start`` on.
+    """Return the mask of kept elements of a tile: rows ``rows``, columns from ``start`` on.
 
     seed: int64 scalar. rows: int32 or int64 [R]. columns: int scalar, of the whole row. start: int scalar, a multiple
     of 4. THRESHOLD: ``drop_threshold(p)``. BLOCK: columns of the tile, a power of two, at least 4. Returns int1
@@ -51,7 +51,7 @@ def keep_tile(seed, rows, columns, start, THRESHOLD: constexpr, BLOCK: constexpr
 
 
 def keep_mask(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:
-    """The same in plain torch: bool [rows, columns].
+    """Return the mask of kept elements in plain torch: bool [rows, columns], True where kept.
 
     Args:
         seed: one int64, on any device; the mask is there too.
@@ -62,6 +62,7 @@ def keep_mask(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:
     c0, c1 = quad & _MASK, quad >> 32
     c2 = c3 = torch.zeros_like(quad)
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
+    # Ten rounds of Philox4x32; sums and products modulo 2**32 are masked, since torch has no uint32 arithmetic.
     for _ in range(10):
         low, high = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # the bits of the unsigned product, though int64 is signed
         c0, c2 = (high >> 32) & _MASK ^ c1 ^ k0, (low >> 32) & _MASK ^ c3 ^ k1

@@ -1,4 +1,4 @@
-"""FP32 -> bfloat16, or float16, by chance: up with the probability that makes the expectation the value itself.
+"""Rounds FP32 to bfloat16 or float16 stochastically: the expectation of the result is the value itself.
 
 bfloat16 is the upper half of FP32. So adding 16 random bits to the lower half and cutting it off rounds up as often as
 the lower half says, and a value that bfloat16 holds stays. State of 8 significant bits needs this: rounded to nearest,
@@ -19,13 +19,13 @@ from torch import Tensor
 from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 
 _MASK = (1 << 64) - 1
-#: Of float16.
+#: Largest finite float16.
 _LARGEST = 65504.0
 
 
 @jit()
 def random_words(seed, step, index, start, BLOCK: constexpr):
-    """One random word for each of BLOCK consecutive elements of a tensor.
+    """Return a random word for each of BLOCK consecutive elements of a tensor.
 
     seed: int64 scalar. step: int32 scalar. index: int64 scalar, what tells tensors apart, its lower half counts.
     start: int scalar, the number of the first element, a multiple of 4. Returns uint32 [BLOCK]: element e has word
@@ -41,11 +41,11 @@ def random_words(seed, step, index, start, BLOCK: constexpr):
 
 @jit()
 def round_block(x, bits):
-    """Kernel form of ``round_with_bits``. x: fp32 [N]; bits: uint32 [N] below 2**16. Returns bf16 [N]."""
+    """Round as ``round_with_bits``, in a kernel. x: fp32 [N]; bits: uint32 [N] below 2**16. Returns bf16 [N]."""
     word = x.to(tl.uint32, bitcast=True)
     cut = word & 0xFFFF0000
     up = (word + bits) & 0xFFFF0000
-    # Not up into infinity; and an infinity or a NaN (of which the quiet bit keeps a NaN) is cut.
+    # What would carry up to infinity is cut off, and so are infinities and NaN, which its quiet bit keeps NaN.
     rounded = tl.where((up & 0x7F800000) == 0x7F800000, cut, up)
     rounded = tl.where(x != x, cut | 0x00400000, rounded)
     return (rounded >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -79,6 +79,7 @@ def round_to_float16(x: Tensor, bits: Tensor) -> Tensor:
     cut = (word & -8192).view(torch.float32)
     up = ((word + (bits & 8191)) & -8192).view(torch.float32)
     rounded = torch.where(up.abs() > _LARGEST, cut, up)
+    # Subnormals of float16 are multiples of 2**-24 whatever their exponent, so they are rounded as integers.
     units = x * 2.0**24
     below = units.floor()
     small = (below + (bits * 2.0**-16 < units - below)) * 2.0**-24
@@ -110,7 +111,7 @@ def stochastic_round(x: Tensor, seed: int, offset: int, dtype: torch.dtype = tor
 
 
 def rounding_offset(step: int, index: int, state: int) -> int:
-    """The ``offset`` of one rounding: of the state (0 to 3) of a tensor at a step. Distinct while index < 2**31."""
+    """Return the ``offset`` for rounding a state (0 to 3) of a tensor at a step; distinct while index < 2**31."""
     return (step << 33) | (index << 2) | state
 
 

@@ -1,4 +1,4 @@
-"""Triton where it is installed, and a clear error at the launch where it is not, so that every kernel file imports.
+"""Provides Triton if it is installed; without it kernel files still import, and no kernel is ever launched.
 
 Triton reads ``TRITON_INTERPRET`` when a kernel is decorated: set it before the first import of a kernel file. Kernel
 files take ``jit`` and ``tl`` from here and nothing from Triton itself.
@@ -38,43 +38,43 @@ _NAMES: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloa
 
 
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """``triton.jit(**options)``, of a ``KeptKernel``; without Triton the function stays as it is: it never runs."""
+    """Return ``triton.jit(**options)`` for a ``KeptKernel``; without Triton the identity, as kernels never run."""
     if triton is None or KeptKernel is None:
         return lambda function: function
     return triton.jit(**options) if interpreting() else functools.partial(KeptKernel, **options)
 
 
 def constant(value: int) -> Any:
-    """A module's constant that kernels may read (Triton refuses plain globals)."""
+    """Return a module's constant that kernels may read (Triton refuses plain globals)."""
     return triton.language.constexpr(value) if triton is not None else value
 
 
 def triton_dtype(dtype: torch.dtype | None) -> Any:
-    """Triton's name for float32, float16 or bfloat16; None for None, which leaves a part of a kernel out."""
+    """Return Triton's dtype for float32, float16 or bfloat16; None for None: a kernel leaves that part out."""
     return None if dtype is None else getattr(tl, _NAMES[dtype])
 
 
 @functools.cache
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors too. Decided for good when the first is decorated."""
+    """Return whether kernels run in Triton's interpreter, also on CPU tensors. Fixed once a kernel is decorated."""
     return knobs is not None and bool(knobs.runtime.interpret)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which a launch goes to this device; entering torch's costs time, so only where it is another."""
+    """Return a context that launches on this device; empty if it is current, since entering torch's costs time."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
 
 
 def can_launch(device: torch.device) -> bool:
-    """Whether kernels run on tensors of this device: on CUDA with Triton, in Triton's interpreter anywhere."""
+    """Return whether kernels run on tensors of this device: CUDA with Triton, or any with Triton's interpreter."""
     return HAS_TRITON and (device.type == "cuda" or interpreting())
 
 
 @functools.cache
 def why_not(kind: str) -> str:
-    """Why no kernel runs on devices of this type, after one has been tried; "" where they do."""
+    """Return why no kernel runs on devices of this type, or "", after trying one."""
     device = torch.device(kind)
     if triton is None:
         return "Triton is not installed"
@@ -86,11 +86,11 @@ def why_not(kind: str) -> str:
         x = torch.zeros(1, device=device)
         _one_kernel[(1,)](x)
         return "" if x.item() == 1.0 else "a test kernel gave a wrong result"
-    except Exception as error:  # no compiler, an unknown device, a driver of another age: whatever Triton meets
+    except Exception as error:  # no compiler, an unknown device, an old driver: any failure of Triton's counts
         return f"a test kernel failed: {type(error).__name__}: {str(error).strip().splitlines()[-1]}"
 
 
 @jit()
 def _one_kernel(x):
-    """x: fp32 [1], becomes 1. Grid: one program."""
+    """Write 1 to x, fp32 [1]. Grid: one program."""
     tl.store(x, 1.0)

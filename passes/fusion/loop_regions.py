@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from fxprec.kernels.rows.run.gains import LoopPrices, gains_alone, is_faster_by_torch, kernels_of
+from fxprec.kernels.rows.run.gains import LoopPrices, count_aten_kernels, is_faster_by_torch, may_gain_alone
 from fxprec.passes.fusion.regions import Region, saves
 from fxprec.passes.fusion.row_operations import drops, is_row_operation
 from fxprec.passes.graph.annotations import notes
@@ -33,5 +33,5 @@ def _makes_images(node: Node) -> bool:
 
 def gains(region: Region) -> bool:
     """Return whether torch runs more than one kernel for a region, or one that is slow, be it for one node."""
-    worth = kernels_of(region.nodes) > 1 or any(map(gains_alone, region.nodes))
+    worth = count_aten_kernels(region.nodes) > 1 or any(map(may_gain_alone, region.nodes))
     return worth and bool(region.outputs) and (saves(region) or len(region.nodes) == 1)

@@ -13,7 +13,7 @@ from benchmarks import forms
 from benchmarks.measure.forms import Case, Operands, candidates, cases, launches
 from benchmarks.measure.timing import HostClock
 from benchmarks.reports.forms import COLUMNS, Found, Timed
-from fxprec.kernels.rows.emit.tiling import Form, form_of
+from fxprec.kernels.rows.emit.tiling import Tiling, tiling_of
 from fxprec.kernels.rows.run import kernel
 from fxprec.kernels.rows.run.region import FusedRegion
 from kernel_tools import DEVICES, INTERPRETING, run_in_the_interpreter
@@ -38,7 +38,7 @@ def both(**sizes) -> list[Case]:
 
 
 def test_candidates_of_a_tile_that_goes_on():
-    found = [*candidates(Form("tile", 1, 1024, 1, True, 3, 4), 768)]
+    found = [*candidates(Tiling("tile", 1, 1024, 1, True, 3, 4), 768)]
     assert len(found) == len(set(found)) == 5 * 2 * 3
     assert {(form.rows, form.warps) for form in found} == {(1, 1), (1, 2), (1, 4), (2, 2), (2, 4)}
     assert {(form.stages, form.resident) for form in found} == {(s, r) for s in (1, 3) for r in (2, 4, 8)}
@@ -46,30 +46,30 @@ def test_candidates_of_a_tile_that_goes_on():
 
 
 def test_candidates_of_other_kinds():
-    found = [*candidates(Form("blocks", 4, 512, 2, False), 3072)]
+    found = [*candidates(Tiling("blocks", 4, 512, 2, False), 3072)]
     assert {form.block for form in found} == {256, 512, 1024} and {form.rows for form in found} == {2, 4, 8}
     assert {(form.stages, form.resident) for form in found} == {(1, 4)}  # which change nothing here
     assert all(8 <= form.rows * form.block / form.warps / 32 <= 32 for form in found)
-    assert {form.rows for kind in ("flat", "loop") for form in candidates(Form(kind, 1, 1024, 4, False), 9999)} == {1}
-    assert {form.stages for form in candidates(Form("loop", 1, 4096, 8, True), 9999)} == {1}
-    assert max(form.block for form in candidates(Form("blocks", 4, 512, 2, False), 300)) == 512  # a row's end
+    assert {form.rows for kind in ("flat", "loop") for form in candidates(Tiling(kind, 1, 1024, 4, False), 9999)} == {1}
+    assert {form.stages for form in candidates(Tiling("loop", 1, 4096, 8, True), 9999)} == {1}
+    assert max(form.block for form in candidates(Tiling("blocks", 4, 512, 2, False), 300)) == 512  # a row's end
 
 
 def test_launches_have_the_forms_and_leave_what_fxprec_builds():
     for case in both(rows=512):
         before = getattr(case.plan, f"{case.direction}_launch")
         present, *others = launches(case)
-        assert (present.source, present.grid, present.form) == (before.source, before.grid, before.form)
-        assert len(others) > 4 and len({(x.source, x.form.warps, x.grid) for x in (present, *others)}) == 1 + len(
+        assert (present.source, present.grid, present.tiling) == (before.source, before.grid, before.tiling)
+        assert len(others) > 4 and len({(x.source, x.tiling.warps, x.grid) for x in (present, *others)}) == 1 + len(
             others
         )
         for launch in others:
             ast.parse(launch.source)
-            assert f"ROWS: constexpr = {launch.form.rows}" in launch.source
-            tiles = -(-512 // launch.form.rows)
-            assert launch.grid[0] == (min(tiles, launch.form.resident) if launch.form.persistent else tiles)
+            assert f"ROWS: constexpr = {launch.tiling.rows}" in launch.source
+            tiles = -(-512 // launch.tiling.rows)
+            assert launch.grid[0] == (min(tiles, launch.tiling.resident) if launch.tiling.persistent else tiles)
         assert getattr(case.plan, f"{case.direction}_launch") is before and case.launch().source == before.source
-        assert kernel.form_of is form_of and kernel._resident(CPU, 9999, 9) == kernel._INTERPRETED
+        assert kernel.tiling_of is tiling_of and kernel._resident(CPU, 9999, 9) == kernel._INTERPRETED
 
 
 def test_bytes_that_must_be_moved():

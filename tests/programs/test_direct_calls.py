@@ -16,7 +16,7 @@ from fxprec.kernels.cpu import attention
 from fxprec.kernels.cpu.compiled_attention import why_not
 from fxprec.kernels.cpu.packed import can_pack
 from fxprec.kernels.rows.run import region
-from fxprec.kernels.rows.run.gains import TooDear
+from fxprec.kernels.rows.run.gains import SlowerThanOps
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.canonical import rope_calls
 from fxprec.settings import Settings
@@ -275,7 +275,7 @@ def test_a_buffer_that_is_negated_later_and_what_the_report_says(counted: list[s
 def test_a_region_says_what_ran_last(monkeypatch: pytest.MonkeyPatch) -> None:
     def dear(_: Any, plan: Any, __: Any) -> None:
         if plan.inputs[0].shape[0] < 8:
-            raise TooDear("too small")
+            raise SlowerThanOps("too small")
 
     monkeypatch.setattr(region, "check_gain", dear)
     x = torch.randn(16, 16, 32)

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.rows.program.layout import dense_strides
-from fxprec.kernels.rows.program.row_program import Program, Store
+from fxprec.kernels.rows.program.row_program import RowProgram, Store
 from fxprec.kernels.rows.program.spec import Spec
 from fxprec.kernels.rows.program.values import COMPARISONS, DECIDING, REDUCTIONS, Value, walk
 from fxprec.kernels.rows.run.kernel import Launch
-from fxprec.kernels.rows.run.plan import Plan
+from fxprec.kernels.rows.run.plan import RegionPlan
 
 #: Results of these are bool; of the rest few, and small: bfloat16 holds them.
 _TRUTHS: Final = COMPARISONS | {"keep"}
 _JUMPS: Final = (DECIDING | {"keep"}) - REDUCTIONS - {"maximum", "minimum"}
 
 
-def made_again(plan: Plan) -> list[Value]:
+def made_again(plan: RegionPlan) -> list[Value]:
     """What the backward decides of the forward's inputs alone; dropouts are among it."""
     inputs = {value for value, _ in plan.derived.forward.loads}
     return [
@@ -38,7 +38,7 @@ def made_again(plan: Plan) -> list[Value]:
 
 
 def decided(
-    plan: Plan, inputs: Sequence[Tensor], seeds: Tensor | None,
+    plan: RegionPlan, inputs: Sequence[Tensor], seeds: Tensor | None,
     forward: AbstractContextManager[Any], backward: AbstractContextManager[Any], **changes: Any,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """What each kernel decided, of each of ``made_again``, each launched within a context of its own.
@@ -65,7 +65,7 @@ def decided(
     return firsts, seconds
 
 
-def _spec(plan: Plan, value: Value) -> Spec:
+def _spec(plan: RegionPlan, value: Value) -> Spec:
     columns = plan.layout.column_dims
     sizes = tuple(1 if d in columns and not value.columns else size for d, size in enumerate(plan.layout.shape))
     dtype = torch.bool if value.op in _TRUTHS else torch.bfloat16
@@ -73,13 +73,13 @@ def _spec(plan: Plan, value: Value) -> Spec:
 
 
 def _launch(
-    plan: Plan, backward: bool, values: Sequence[Value], specs: Sequence[Spec], changes: dict[str, Any]
+    plan: RegionPlan, backward: bool, values: Sequence[Value], specs: Sequence[Spec], changes: dict[str, Any]
 ) -> Launch:
     """The plan's own launch, with more results."""
     stores = [Store(v, spec.dtype, True, v.columns) for v, spec in zip(values, specs, strict=True)]
     names = [(f"decided_{n}", spec) for n, spec in enumerate(specs)]
 
-    def more(program: Program) -> Program:
+    def more(program: RowProgram) -> RowProgram:
         return replace(program, stores=(*program.stores, *stores))
 
     write: list[tuple[str, Spec | None]]

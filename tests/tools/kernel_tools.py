@@ -274,7 +274,7 @@ def compiled_launch(launch: Any, dtypes: list[torch.dtype], architecture: int) -
             elif number % 16 == 0:
                 attributes[(position,)] = [["tt.divisibility", 16]]
     assert next(numbers, None) is None
-    options = {"num_warps": launch.form.warps, "enable_fp_fusion": launch.contracts}
+    options = {"num_warps": launch.tiling.warps, "enable_fp_fusion": launch.contracts}
     return _compiled(kernel, architecture, options, types, constants, attributes)
 
 

@@ -14,7 +14,7 @@ from fxprec.kernels.rows.program.spec import spec_of
 from fxprec.kernels.rows.run.derive import make_plan
 from fxprec.kernels.rows.run.evaluate import evaluate
 from fxprec.kernels.rows.run.gains import LoopPrices
-from fxprec.kernels.rows.run.plan import Plan
+from fxprec.kernels.rows.run.plan import RegionPlan
 from fxprec.kernels.rows.run.region import FusedRegion, RegionKernels
 from fxprec.passes.ops.names import canonical_op
 
@@ -42,7 +42,7 @@ def region_of(
     return FusedRegion(name, graph_of(function), draws, 0, kernels, prices)
 
 
-def plan_of(function: Callable[..., Any], *inputs: Tensor, device: torch.device = CPU) -> Plan:
+def plan_of(function: Callable[..., Any], *inputs: Tensor, device: torch.device = CPU) -> RegionPlan:
     """What a region derives for these inputs; nothing runs."""
     return make_plan("fused", graph_of(function), [spec_of(x) for x in inputs], device, {})
 
@@ -52,7 +52,7 @@ def wide(inputs: Sequence[Tensor]) -> list[Tensor]:
     return [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs]
 
 
-def in_float64(plan: Plan) -> Callable[..., list[Tensor]]:
+def in_float64(plan: RegionPlan) -> Callable[..., list[Tensor]]:
     """The plan's forward program in plain torch without any rounding, for inputs in float64; to be differentiated."""
     program = replace(plan.derived.forward, stores=plan.derived.forward.stores[: len(plan.outputs)])
 

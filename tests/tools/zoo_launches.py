@@ -179,7 +179,7 @@ def _slow(regions: Sequence[FusedRegion], made: Counter[Launchable]) -> Iterator
             continue
         best = max(kernels, key=lambda kernel: (kernel.ahead, kernel.loads))
         yield from (f"{launch.name} {what}" for what in narrow(launch.source, max(best.loads, best.ahead), best.stores))
-        if launch.form.stages > 1 and not best.ahead:
+        if launch.tiling.stages > 1 and not best.ahead:
             yield f"{launch.name} is to load ahead, and waits"
 
 

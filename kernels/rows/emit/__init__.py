@@ -1,1 +1,1 @@
-"""From a row program to Triton source."""
+"""Emits Triton and C++ source from row programs."""

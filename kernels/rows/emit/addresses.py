@@ -1,4 +1,4 @@
-"""Where a tile's elements lie in memory, and which of them there are: offsets and masks, as Triton expressions.
+"""Writes the offsets and masks of a tile's elements in memory, as Triton expressions.
 
 ``row`` (or ``row_0``, ``row_1``, ... where several strides are needed) counts rows in 64 bits, ``column`` columns in as
 many as they need. What varies along rows alone is a vector of them, read and written once a row.
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a tensor is walked. ``rows``, for each row dimension, and ``columns``: the stride.
+    """Strides of a tensor as a kernel writes them, for each row dimension (``rows``) and for the ``columns``.
 
-    "" where it does not vary, "1", "COLUMNS" (that many), or the name of a stride argument.
+    "" where the tensor does not vary, "1", "COLUMNS" (that many), or the name of a stride argument.
     """
 
     rows: tuple[str, ...]
@@ -22,12 +22,12 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Of the tiles of one kernel.
+    """Offsets and masks for the tiles of one kernel.
 
     Attributes:
         flat: there is one row of any length.
         dimensions: how many row dimensions there are.
-        inside_row: which columns of the tile there are; "" where tiles never reach over the end of a row.
+        inside_row: mask of the tile's columns that exist; "" where tiles never reach over the end of a row.
     """
 
     flat: bool
@@ -35,15 +35,16 @@ class Addresses:
     inside_row: str
 
     def rowwise(self, rows: bool, columns: bool) -> bool:
-        """Whether what varies so is a vector of the tile's rows."""
+        """Return whether a tensor that varies so is a vector, with one element for each row of the tile."""
         return rows and not columns and not self.flat
 
     def offset(self, access: Access, rows: bool, columns: bool) -> str:
-        """What is added to the pointer of a tensor that varies along rows, columns, both or neither."""
+        """Return the offset from the pointer of a tensor that varies along rows, columns, both or neither."""
         names = ["row"] if self.dimensions == 1 else [f"row_{i}" for i in range(self.dimensions)]
         steps = [(name, stride) for name, stride in zip(names, access.rows, strict=False) if stride]
         parts = [name if stride == "1" else f"{name} * {stride}" for name, stride in steps]
         if self.rowwise(rows, columns):
+            # A stride of 0 still needs the shape of the rows, hence ``row * 0``.
             return "".join(f" + {part}" for part in parts) or " + row * 0"
         text = f" + ({' + '.join(parts)})[:, None]" if parts else ""
         if access.columns:
@@ -51,7 +52,7 @@ class Addresses:
         return text + " + column * 0" if columns or parts else text
 
     def mask(self, rows: bool, columns: bool) -> str:
-        """Which elements of it there are; "" for all."""
+        """Return the mask of the tile's elements that exist; "" where all do."""
         if self.flat:
             return "inside" if columns else ""
         if rows and columns:

@@ -1,4 +1,4 @@
-"""How much a compiled loop does for an element: what its source (``loops``) loads, stores and computes, counted."""
+"""Counts the loads, stores and computations of a compiled loop (``loops``) for each element, to price it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, Literal
 import torch
 
 from fxprec.kernels.rows.emit.tiling import reduction_levels
-from fxprec.kernels.rows.program.row_program import Program
+from fxprec.kernels.rows.program.row_program import RowProgram
 from fxprec.kernels.rows.program.values import Value, walk
 
 #: Steps of a loop by what they take: one or two instructions, or a function of libm.
@@ -25,10 +25,10 @@ _LIBM: Final[MappingProxyType[str, Step]] = MappingProxyType({
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of one element of rows x columns.
+    """Work of a loop for one element of rows x columns.
 
     Attributes:
-        accesses: loads and stores of memory, by dtype: of each tensor that varies along rows and columns, once.
+        accesses: loads and stores of memory, by dtype; each tensor that varies along rows and columns counts once.
         steps: what is computed, by kind; what is read again from the cache is a plain one.
     """
 
@@ -36,8 +36,11 @@ class Counts:
     steps: Counter[Step]
 
 
-def count(program: Program) -> Counts:
-    """Each loop over the columns loads and computes anew, but for functions of libm; what is of a row alone is free."""
+def count(program: RowProgram) -> Counts:
+    """Count the work of a program's loops for each element.
+
+    Each loop over the columns loads and computes anew, except for functions of libm; work once a row costs nothing.
+    """
     loads = dict(program.loads)
     levels = reduction_levels(program)
     reductions = {value for level in levels for value in level}

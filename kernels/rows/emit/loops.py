@@ -1,4 +1,4 @@
-"""C++ source for a row program on a CPU: a loop over rows, and in it one over the columns for each level of reductions.
+"""Writes C++ source for row programs on a CPU: a loop over rows, in it one over columns for each level of reductions.
 
 Rows, of a flat program columns, are cut into tasks, which threads share::
 
@@ -26,7 +26,7 @@ import torch
 
 from fxprec.kernels.rows.emit.addresses import Access
 from fxprec.kernels.rows.emit.tiling import reduction_levels
-from fxprec.kernels.rows.program.row_program import Program, Store
+from fxprec.kernels.rows.program.row_program import RowProgram, Store
 from fxprec.kernels.rows.program.terms import Declined
 from fxprec.kernels.rows.program.values import COMPARISONS, Operand, Value, walk
 
@@ -42,10 +42,10 @@ _HEAD: Final = (
 
 
 def emit_loops(
-    program: Program, flat: bool, loads: Sequence[Access], stores: Sequence[Access], dimensions: int,
+    program: RowProgram, flat: bool, loads: Sequence[Access], stores: Sequence[Access], dimensions: int,
     strides: Sequence[str],
 ) -> str:  # fmt: skip
-    """The source of a library with ``FUNCTION``, whose integers are those of ``walks``, and columns at the end.
+    """Return the source of a library with ``FUNCTION``, whose integers are those of ``walks``, and columns at the end.
 
     No name in it is the model's, so that equal layers share it; and sizes are no part of it but for what is a number of
     the program, as the 1 / columns of a mean: sequences of another length compile nothing anew.
@@ -56,7 +56,7 @@ def emit_loops(
         strides: names of the stride arguments, as the accesses have them.
 
     Raises:
-        Declined: what loops do not serve.
+        Declined: loops do not support the program.
     """
     check(program)
     short = {name: f"stride_{number}" for number, name in enumerate(strides)}
@@ -79,11 +79,11 @@ def _header() -> str:
     return files("fxprec.kernels").joinpath("cpu/loops.h").read_text(encoding="utf-8")
 
 
-def check(program: Program) -> None:
-    """Raise ``Declined`` for what loops do not serve.
+def check(program: RowProgram) -> None:
+    """Raise ``Declined`` for programs that loops do not support.
 
     Vectors and the rest of a row are not computed by the same code: functions of libm differ there by a unit in the
-    last place, and what is computed anew from them might equal no saved maximum.
+    last place, so that a value computed anew from them might equal no saved maximum.
     """
     for _, port in program.loads:
         if port.dtype not in _TYPES:
@@ -104,14 +104,14 @@ def _renamed(access: Access, names: dict[str, str]) -> Access:
 
 
 class _Writer:
-    """The lines so far, and what has a name by then.
+    """Writer of a loop's body: the lines so far, and the names of the values in scope.
 
     Attributes:
-        pointers: (name, type) of each tensor, what is loaded first.
+        pointers: (name, C++ type) of each tensor, loads before stores.
     """
 
     def __init__(
-        self, program: Program, flat: bool, loads: Sequence[Access], stores: Sequence[Access], dimensions: int
+        self, program: RowProgram, flat: bool, loads: Sequence[Access], stores: Sequence[Access], dimensions: int
     ) -> None:
         self._program, self._flat = program, flat
         self._dimensions = dimensions
@@ -131,7 +131,7 @@ class _Writer:
         self.pointers += [(name, _TYPES[store.dtype]) for store, name, _ in self._stores]
         self._levels = reduction_levels(program)
         self._kept = self._kept_values()
-        self._filled: set[Value] = set()  # of these, what the loops so far have computed
+        self._filled: set[Value] = set()  # kept values that an earlier loop has computed
         self.lines: list[str] = []
         self._names: dict[Value, str] = {}
         self._depth = 0
@@ -139,7 +139,7 @@ class _Writer:
     # -- the frame ---------------------------------------------------------------------------------------------------
 
     def task(self) -> None:
-        """One task: its columns of a flat program, else its rows."""
+        """Write the body of one task: its columns in a flat program, else its rows."""
         over, width = "columns" if self._flat else "rows", self._program.partial_width
         self.line(f"const int64_t begin = {over} * task / tasks, end = {over} * (task + 1) / tasks;")
         for value in self._kept:
@@ -167,7 +167,7 @@ class _Writer:
                     self.line(f"mine[{offset}] += {self._text(store.value)};")
 
     def _reduce(self, reductions: list[Value]) -> None:
-        """One loop over the columns, for all the reductions of a level."""
+        """Write one loop over the columns, for all the reductions of a level."""
         arguments = [value.args[0] for value in reductions]
         self._compute_rowwise(arguments)
         names = {value: f"{value.op}_{value.number}" for value in reductions}
@@ -182,7 +182,7 @@ class _Writer:
         self._names |= names
 
     def _store_columns(self, first: str, end: str) -> None:
-        """The last loop over the columns."""
+        """Write the last loop over the columns, which stores outputs and adds to column partials."""
         stored = [each for each in self._stores if each[0].columns]
         partials = [(store, offset) for store, offset in self._partials if store.columns]
         roots = [*(store.value for store, *_ in stored), *(store.value for store, _ in partials)]
@@ -208,12 +208,12 @@ class _Writer:
     # -- lines -------------------------------------------------------------------------------------------------------
 
     def line(self, text: str) -> None:
-        """One line, at the present depth."""
+        """Write one line at the current indentation."""
         self.lines.append("  " * self._depth + text)
 
     @contextmanager
     def block(self, head: str) -> Iterator[None]:
-        """A function or a loop."""
+        """Write a function or a loop around the lines of the context."""
         self.line(head)
         self._depth += 1
         yield
@@ -222,7 +222,7 @@ class _Writer:
 
     @contextmanager
     def _columns(self, first: str, end: str) -> Iterator[None]:
-        """A loop over the columns; what gets a name within is forgotten afterwards."""
+        """Write a loop over the columns around the context, whose names go out of scope at its end."""
         before = dict(self._names)
         with self.block(f"for (int64_t column = {first}; column < {end}; ++column) {{"):
             yield
@@ -234,18 +234,18 @@ class _Writer:
         return value in self._loads or value in self._names or value in self._filled
 
     def _compute(self, roots: Iterable[Operand]) -> None:
-        """Write down what the roots need and has no name yet."""
+        """Write the values that the roots need and that have no name yet."""
         for value in walk([root for root in roots if isinstance(root, Value)], self._known):
             if value not in self._names:
                 self._names[value] = self._define(value)
 
     def _compute_rowwise(self, roots: Sequence[Operand]) -> None:
-        """Of what the roots need, that which the columns do not change: before the loop over them."""
+        """Write, before a loop over the columns, what the roots need that is the same in every column."""
         values = walk([root for root in roots if isinstance(root, Value)], self._known)
         self._compute(value for value in values if not value.columns)
 
     def _kept_values(self) -> list[Value]:
-        """What takes long and is wanted in several loops over the columns."""
+        """Return the expensive values that several loops over the columns need: the first computes and keeps them."""
         apart = {*self._loads, *(value for level in self._levels for value in level)}
         loops = [[value.args[0] for value in level] for level in self._levels]
         loops.append([store.value for store in self._program.stores if store.columns])
@@ -254,7 +254,7 @@ class _Writer:
         return [value for value in dict.fromkeys(long) if long.count(value) > 1]
 
     def _text(self, operand: Operand) -> str:
-        """The name of a value that has one; a number as it is written."""
+        """Return the name of a value, or a number as a C++ literal."""
         if isinstance(operand, Value):
             return self._names[operand]
         number = float(operand)
@@ -285,6 +285,7 @@ class _Writer:
     def _expression(self, value: Value) -> str:
         if value.op == "round":
             return f"wide(low({self._text(value.args[0])}))"
+        # Integers are compared as such: int64 has values that FP32 does not.
         whole = value.op in COMPARISONS and any(isinstance(a, Value) and a.kind == "integer" for a in value.args)
         arguments = [str(int(a)) if whole and not isinstance(a, Value) else self._text(a) for a in value.args]
         return _EXPRESSIONS[value.op].format(*arguments)
@@ -306,7 +307,7 @@ class _Writer:
 
 
 def _is_rounded(value: Operand) -> bool:
-    """Whether it is a bfloat16 already."""
+    """Return whether a value is rounded to bfloat16 already, so that its store may cut off the lower half."""
     while isinstance(value, Value) and value.op == "stop":
         value = value.args[0]
     return isinstance(value, Value) and value.op == "round" and value.attribute is torch.bfloat16

@@ -1,4 +1,4 @@
-"""Readable Triton source for a row program: the frame around its tiles (``tiling``), and the kernel's arguments."""
+"""Emits readable Triton source for a row program: the loop over its tiles (``tiling``), and the kernel's arguments."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from collections.abc import Sequence
 
 from fxprec.kernels.rows.emit.addresses import Access, Addresses
 from fxprec.kernels.rows.emit.loop import long_rows
-from fxprec.kernels.rows.emit.tiling import Form
+from fxprec.kernels.rows.emit.tiling import Tiling
 from fxprec.kernels.rows.emit.writer import HEADER, Writer
-from fxprec.kernels.rows.program.row_program import Program
+from fxprec.kernels.rows.program.row_program import RowProgram
 from fxprec.kernels.rows.program.values import REDUCTIONS, walk
 
-#: In each kind of tile, which of its columns there are, where it may reach over the end of a row.
+#: For each kind of tiling the mask of its columns that exist, where a tile may reach over the end of a row.
 _INSIDE_ROW = {"flat": "inside", "tile": "inside_row", "blocks": "inside_row", "loop": "column < COLUMNS"}
 
 
 def emit(
-    name: str, program: Program, form: Form, loads: Sequence[tuple[str, Access]], stores: Sequence[tuple[str, Access]],
-    sizes: int, strides: Sequence[str],
+    name: str, program: RowProgram, tiling: Tiling,
+    loads: Sequence[tuple[str, Access]], stores: Sequence[tuple[str, Access]], sizes: int, strides: Sequence[str],
 ) -> str:  # fmt: skip
-    """The source of a module that defines the kernel ``name``.
+    """Return the source of a module that defines the kernel ``name``.
 
     Args:
         loads, stores: the name of each pointer argument, and how it is walked.
         sizes: how many row dimensions there are; the sizes of all but the outermost are arguments.
         strides: names of the stride arguments.
     """
-    flat = form.kind == "flat"
-    masked = form.masked(max(program.columns, 1))
-    w = Writer(program, form, Addresses(flat, sizes, _INSIDE_ROW[form.kind] if masked else ""), loads, stores)
+    flat = tiling.kind == "flat"
+    masked = tiling.masked(max(program.columns, 1))
+    w = Writer(program, tiling, Addresses(flat, sizes, _INSIDE_ROW[tiling.kind] if masked else ""), loads, stores)
     if flat:
         _flat(w)
-    elif form.kind == "loop":
+    elif tiling.kind == "loop":
         long_rows(w)
     else:
         _tiles(w)
@@ -41,7 +41,7 @@ def emit(
     arguments += ["partials"] if w.partials else []
     arguments += ["columns" if flat else "rows", *(f"size_{i}" for i in range(1, sizes)), *strides]
     constants = {} if flat else {"COLUMNS": program.columns}
-    constants |= {"ROWS": form.rows, "BLOCK": form.block}
+    constants |= {"ROWS": tiling.rows, "BLOCK": tiling.block}
     options = 'do_not_specialize=["seed"]' if draws else ""
     head = f"@jit({options})\ndef {name}(\n    {', '.join(arguments)},\n):"
     lines = [f"    {constant}: constexpr = {value}" for constant, value in constants.items()]
@@ -57,11 +57,11 @@ def _flat(w: Writer) -> None:
 
 
 def _tiles(w: Writer) -> None:
-    """What each tile of rows does; operands of the columns alone are loaded once."""
-    across = w.form.across(w.program.columns)
-    first = "first" if w.form.persistent else "tile"
+    """Write the loop over tiles of rows; operands that vary along columns alone are loaded once, before it."""
+    across = w.tiling.across(w.program.columns)
+    first = "first" if w.tiling.persistent else "tile"
     if across > 1:  # neighbouring programs read neighbouring columns
-        wide = ".to(tl.int64)" if w.program.columns + w.form.block >= 2**31 else ""
+        wide = ".to(tl.int64)" if w.program.columns + w.tiling.block >= 2**31 else ""
         w.line(f"start = (tl.program_id(0) % {across}){wide} * BLOCK")
         w.line(f"{first} = tl.program_id(0) // {across}")
         step = f"tl.num_programs(0) // {across}"
@@ -75,13 +75,14 @@ def _tiles(w: Writer) -> None:
     _compute_once(w)
     for n, (store, _) in enumerate(w.partials):
         w.line(f"total_{n} = tl.zeros((ROWS, {'BLOCK' if store.columns else 1}), tl.float32)")
-    ahead = f", num_stages={w.form.stages}" if w.form.stages > 1 else ""
+    ahead = f", num_stages={w.tiling.stages}" if w.tiling.stages > 1 else ""
     head = f"for tile in {'tl.' if ahead else ''}range(first, 1 + (rows - 1) // ROWS, {step}{ahead}):"
-    with w.block(head if w.form.persistent else ""):
+    with w.block(head if w.tiling.persistent else ""):
         w.row_index()
         w.line(f"inside = within[:, None]{' & inside_row' if w.addresses.inside_row else ''}")
         w.compute(store.value for store in w.program.stores)
         for n, (store, _) in enumerate(w.partials):
+            # Rows beyond the end load zeros, from which a bias or an exponential makes other numbers: masked again.
             mask = "inside" if store.columns else "within[:, None]"
             w.line(f"total_{n} += tl.where({mask}, {w.text(store.value)}, 0.0)")
         w.store()
@@ -93,6 +94,9 @@ def _tiles(w: Writer) -> None:
 
 
 def _compute_once(w: Writer) -> None:
-    """What no row changes; reductions stay in the loop, whose registers they would take."""
+    """Write, before the loop, the values that are the same in every row.
+
+    Reductions stay inside: kept across the loop they would occupy its registers.
+    """
     values = [v for v in w.program.values if not v.rows and (v in w.loads or v.op not in REDUCTIONS)]
     w.compute(value for value in values if not any(v.rows for v in walk([value], w.loads.__contains__)))

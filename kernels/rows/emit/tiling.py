@@ -1,6 +1,6 @@
-"""How a row program is cut into tiles of rows x columns, and how many programs take them.
+"""Chooses the tiles of rows x columns that a row program is cut into, and the number of programs.
 
-Four forms, by what the row program needs::
+Four kinds, by what the row program needs::
 
     flat     one row of any length, no reductions: a program takes one block of columns
     blocks   rows x columns, no reductions: a program takes one block of columns of some rows
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from fxprec.kernels.rows.program.row_program import Program
+from fxprec.kernels.rows.program.row_program import RowProgram
 from fxprec.kernels.rows.program.values import REDUCTIONS, Value
 
 #: Columns that a reduction may have in one tile.
@@ -49,8 +49,8 @@ _STAGES: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """The tiling.
+class Tiling:
+    """Tile sizes, warps and pipeline stages of a kernel.
 
     Attributes:
         kind: "flat", "blocks", "tile" or "loop".
@@ -71,21 +71,21 @@ class Form:
     resident: int = 4
 
     def across(self, columns: int) -> int:
-        """How many programs share a row."""
+        """Return how many programs share a row."""
         return -(-columns // self.block) if self.kind in ("flat", "blocks") else 1
 
     def down(self, rows: int, columns: int, resident: int) -> int:
-        """How many programs share a column, where ``resident`` of them fill the device."""
+        """Return how many programs share a column, if ``resident`` programs fill the device."""
         tiles = -(-rows // self.rows)
         return min(tiles, max(1, resident // self.across(columns))) if self.persistent else tiles
 
     def masked(self, columns: int) -> bool:
-        """Whether a tile may reach over the end of a row."""
+        """Return whether a tile may reach over the end of a row."""
         return self.kind == "flat" or columns % self.block != 0
 
 
-def form_of(program: Program, flat: bool, count: int, dimensions: int = 1, vectors: bool = True) -> Form:
-    """The tiling for a program with ``count`` rows.
+def tiling_of(program: RowProgram, flat: bool, count: int, dimensions: int = 1, vectors: bool = True) -> Tiling:
+    """Choose the tiling for a program with ``count`` rows.
 
     Args:
         dimensions: of rows.
@@ -94,7 +94,7 @@ def form_of(program: Program, flat: bool, count: int, dimensions: int = 1, vecto
     columns = max(program.columns, 1)
     partial = any(store.partial for store in program.stores)
     if flat:
-        return Form("flat", 1, _FLAT, 4, False)
+        return Tiling("flat", 1, _FLAT, 4, False)
     block = max(16, 1 << (columns - 1).bit_length())
     if not program.reduces and block > _FLAT:
         return _blocks(columns, count, partial)
@@ -109,14 +109,15 @@ def form_of(program: Program, flat: bool, count: int, dimensions: int = 1, vecto
         values += 2 * _full_tensors(program)
     warps = None if block > LONGEST_TILE else _warps(rows * block, values, wide)
     if warps is None and block > _ONE_WARP:
-        return Form("loop", 1, 4096, 8, partial)
-    return Form("tile", rows, block, warps or 4, partial, _STAGES if partial and rows * block <= _ONE_WARP else 1)
+        return Tiling("loop", 1, 4096, 8, partial)
+    return Tiling("tile", rows, block, warps or 4, partial, _STAGES if partial and rows * block <= _ONE_WARP else 1)
 
 
 def _warps(elements: int, values: int, wide: bool) -> int | None:
-    """For a tile of so many elements, of whose values so many are needed at a time; None: they do not fit.
+    """Return the warps for a tile of ``elements`` with ``values`` live at a time, or None if registers do not suffice.
 
-    ``wide``: several are read at once. Otherwise each has an address, two registers, and a thread has half as many.
+    ``wide``: elements are loaded as vectors. Otherwise each has an address, two registers, and a thread has half as
+    many.
     """
     for each in _EACH[bisect(_LONGER, elements - 1)] if wide else _NARROW:
         warps = max(1, elements // (32 * each))
@@ -126,14 +127,14 @@ def _warps(elements: int, values: int, wide: bool) -> int | None:
     return None
 
 
-def _full_tensors(program: Program) -> int:
-    """How many tensors of rows and columns are read and written."""
+def _full_tensors(program: RowProgram) -> int:
+    """Return how many tensors of rows and columns the program loads and stores."""
     read = sum(port.rows and port.columns for _, port in program.loads)
     return read + sum(store.rows and store.columns and not store.partial for store in program.stores)
 
 
-def _pressure(program: Program) -> int:
-    """How many values of a tile are needed at one time, as its lines are written, and the partials beside them.
+def _pressure(program: RowProgram) -> int:
+    """Return how many values of a tile are live at one time, in the order of the source, with the column partials.
 
     Registers of a thread are about 28, and its elements times this: within 15 % for norms with gelu, dropout and
     biases (32 elements, 7 values: 244; 16 elements, 7 values: 136).
@@ -141,8 +142,8 @@ def _pressure(program: Program) -> int:
     return _live(program, columns=True) + sum(store.partial and store.columns for store in program.stores)
 
 
-def _live(program: Program, columns: bool) -> int:
-    """How many values of a tile are needed at one time, or without ``columns`` how many that are one number a row."""
+def _live(program: RowProgram, columns: bool) -> int:
+    """Return how many values of a tile are live at one time; without ``columns`` count those of one number a row."""
     loads = {value for value, _ in program.loads}
     place = {value: number for number, value in enumerate(program.values)}
     first, last = dict(place), dict(place)
@@ -153,6 +154,7 @@ def _live(program: Program, columns: bool) -> int:
                 if argument in loads:
                     first[argument] = place[value]  # of all that read it the first, which comes last here
     last |= {store.value: len(place) for store in program.stores if isinstance(store.value, Value)}
+    # +1 where a value is first used, -1 after its last use: the running sum is the number of live values.
     change = [0] * (len(place) + 1)
     for value in program.values:
         if value.op != "round" and (value.columns if columns else value.rows and not value.columns):
@@ -161,18 +163,21 @@ def _live(program: Program, columns: bool) -> int:
     return max(accumulate(change))
 
 
-def _blocks(columns: int, count: int, partial: bool) -> Form:
-    """At 94 % forward and 81 % backward of a copy's bandwidth, for a bias and gelu of 3072 columns (see above)."""
+def _blocks(columns: int, count: int, partial: bool) -> Tiling:
+    """Choose blocks of columns for a program without reductions.
+
+    A bias and gelu of 3072 columns ran at 94 % forward and 81 % backward of a copy's bandwidth (see above).
+    """
     halves = columns % 512 == 0 or columns > 4096
     if not partial:
         rows, block = 4 if count > 1 else 1, 512 if halves else 1024
-        return Form("blocks", rows, block, max(1, rows * block // _ONE_WARP), False)
+        return Tiling("blocks", rows, block, max(1, rows * block // _ONE_WARP), False)
     block = 512 if halves and columns % 1024 and columns <= 4096 else 1024
-    return Form("blocks", 1, block, block // 256, True, _STAGES, 8)
+    return Tiling("blocks", 1, block, block // 256, True, _STAGES, 8)
 
 
-def reduction_levels(program: Program) -> list[list[Value]]:
-    """A program's reductions by how many others lie beneath them: each level takes a pass over a long row."""
+def reduction_levels(program: RowProgram) -> list[list[Value]]:
+    """Group a program's reductions by how many others lie beneath them: each level takes a pass over a long row."""
     loads = {value for value, _ in program.loads}
     level: dict[Value, int] = {}
     found: list[list[Value]] = []

@@ -1,4 +1,4 @@
-"""The body of a kernel, line by line: each value of a row program becomes a name that holds a tile of it."""
+"""Writes the body of a Triton kernel: each value of a row program becomes a variable that holds a tile of it."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import torch
 
 from fxprec.kernels.launch.philox import drop_threshold
 from fxprec.kernels.rows.emit.addresses import Access, Addresses
-from fxprec.kernels.rows.emit.tiling import Form
-from fxprec.kernels.rows.program.row_program import Program, Store
+from fxprec.kernels.rows.emit.tiling import Tiling
+from fxprec.kernels.rows.program.row_program import RowProgram, Store
 from fxprec.kernels.rows.program.values import COMPARISONS, REDUCTIONS, Operand, Value, walk
 
 
 class Writer:
-    """What is written so far, and what has a name by then.
+    """Writer of a kernel's body: the lines so far, and the names of the values in scope.
 
     Attributes:
-        program, form, addresses: of the kernel.
-        loads: value -> (pointer, how it is walked) of the tensors that are read.
-        stores: (store, (pointer, how it is walked)) of those that are written.
-        partials: (store, first column) of the column partials, whose row of ``width`` numbers each program has its own.
-        suffix: of names that are good for one pass over the columns alone.
+        program, tiling, addresses: of the kernel.
+        loads: value -> (pointer, strides) of the tensors that are read.
+        stores: (store, (pointer, strides)) of the tensors that are written.
+        partials: (store, first column) of the column partials; each program has a row of ``width`` numbers of its own.
+        suffix: of names that are in scope for one pass over the columns only.
     """
 
     def __init__(
-        self, program: Program, form: Form, addresses: Addresses,
+        self, program: RowProgram, tiling: Tiling, addresses: Addresses,
         loads: Sequence[tuple[str, Access]], stores: Sequence[tuple[str, Access]],
     ) -> None:  # fmt: skip
-        self.program, self.form, self.addresses = program, form, addresses
+        self.program, self.tiling, self.addresses = program, tiling, addresses
         values = [value for value, _ in program.loads]
         self.loads = dict(zip(values, loads, strict=True))
         self.ports = dict(program.loads)
@@ -53,12 +53,12 @@ class Writer:
     # -- lines -------------------------------------------------------------------------------------------------------
 
     def line(self, text: str) -> None:
-        """One line, at the present depth."""
+        """Write one line at the current indentation."""
         self.lines.append("    " * self._depth + text)
 
     @contextmanager
     def block(self, head: str) -> Iterator[None]:
-        """A loop; without a head nothing is repeated, and nothing indented."""
+        """Write a loop around the lines of the context; without a head they are neither repeated nor indented."""
         if head:
             self.line(head)
             self._depth += 1
@@ -68,13 +68,13 @@ class Writer:
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
-        """What gets a name within is forgotten afterwards."""
+        """Drop the names of the context at its end: they hold the values of one pass."""
         before = dict(self._names)
         yield
         self._names = before
 
     def row_index(self) -> None:
-        """The rows of a tile, and for each row dimension the index along it."""
+        """Write the row numbers of a tile, and the index along each row dimension."""
         self.line("row = tl.full((1,), tile, tl.int64) * ROWS + tl.arange(0, ROWS)")
         self.line("within = row < rows")
         rest = "row"
@@ -88,22 +88,22 @@ class Writer:
     # -- values ------------------------------------------------------------------------------------------------------
 
     def compute(self, roots: Iterable[Operand]) -> None:
-        """Write down what the roots need and is not there yet."""
+        """Write the values that the roots need and that have no name yet."""
         for value in walk([root for root in roots if isinstance(root, Value)], self.known):
             if value not in self._names:
                 self._names[value] = self._define(value)
 
     def known(self, value: Value) -> bool:
-        """Whether it comes from memory or has a name."""
+        """Return whether a value is loaded from memory or has a name."""
         return value in self.loads or value in self._names
 
     def name(self, value: Value, expression: str) -> None:
-        """Write down a value in another way than ``compute``."""
+        """Write a value as this expression, in place of the one that ``compute`` would write."""
         self._names[value] = f"{value.op}_{value.number}"
         self.line(f"{self._names[value]} = {expression}")
 
     def text(self, operand: Operand) -> str:
-        """The name of a value that has one; a number as it is written."""
+        """Return the name of a value, or a number as a literal."""
         if isinstance(operand, Value):
             return self._names[operand]
         number = _single(operand)
@@ -112,7 +112,7 @@ class Writer:
         return repr(number) if number >= 0 else f"({number!r})"
 
     def inside(self, value: Operand, neutral: str) -> str:
-        """A value, where a tile reaches over the end of a row replaced by what a reduction does not see."""
+        """Return a value with its elements beyond the end of a row replaced by a reduction's neutral element."""
         inside = self.addresses.inside_row
         return f"tl.where({inside}, {self.text(value)}, {neutral})" if inside else self.text(value)
 
@@ -138,6 +138,7 @@ class Writer:
             return f"keep_tile({seed}, {row}, {count}, start, {drop_threshold(p)}, BLOCK)  # p={p:g}"
         if value.op == "round":
             return f"{self.text(value.args[0])}.to(tl.{_TRITON[value.attribute]}).to(tl.float32)"
+        # Integers are compared as such: int64 has values that FP32 does not.
         whole = value.op in COMPARISONS and any(isinstance(a, Value) and a.kind == "integer" for a in value.args)
         arguments = [str(int(a)) if whole and not isinstance(a, Value) else self.text(a) for a in value.args]
         exact = value.op in _EXACT and (self._exact or not value.columns or value in self._decisive)
@@ -158,7 +159,7 @@ class Writer:
         return text if dtype is torch.float32 else f"{text}.to(tl.float32)"
 
     def store(self, columns: bool | None = None) -> None:
-        """Write the tensors, column partials left out; with ``columns`` those that vary along them or those not."""
+        """Write the stores except column partials; ``columns``: only those that vary along columns, or the others."""
         for store, (pointer, access) in self.stores:
             if columns is None or store.columns is columns:
                 mask = self.addresses.mask(store.rows, store.columns)
@@ -169,7 +170,7 @@ class Writer:
                 self.line(f"tl.store({pointer}{where}, {value}{f', mask={mask}' if mask else ''})")
 
     def partial_place(self, store: Store, offset: int) -> str:
-        """Where this program's partial of a store begins."""
+        """Return the address of this program's partial of a store."""
         return f"mine + {offset} + {'column' if store.columns else 'tl.zeros((1, 1), tl.int32)'}"
 
     def _stored(self, store: Store) -> str:
@@ -187,7 +188,7 @@ class Writer:
 
 
 def _single(number: float) -> float:
-    """As FP32 holds it: infinite above, and 0 below its normal numbers, since Triton takes such constants as FP64."""
+    """Return a number as FP32 holds it, with subnormals as 0: Triton takes constants beyond FP32's range as FP64."""
     info = torch.finfo(torch.float32)
     if abs(number) > info.max:
         return math.copysign(math.inf, number)
@@ -199,7 +200,7 @@ from fxprec.kernels.rows.emit.functions import exp, expm1, log1p, maximum, minim
 from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 
 """
-#: What a reduction begins with, and what it becomes of a tile.
+#: Neutral element of each reduction, and the reduction of a tile.
 NEUTRAL: Final = MappingProxyType({"sum": "0.0", "max": 'float("-inf")', "min": 'float("inf")'})
 REDUCE: Final = MappingProxyType(
     {"sum": "tl.sum({}, axis=1, keep_dims=True)", "max": "row_max({})", "min": "row_min({})"}
@@ -208,8 +209,8 @@ _TRITON: Final = MappingProxyType({torch.float32: "float32", torch.float16: "flo
 _NAMES: Final = MappingProxyType(
     {"where": "chosen", "and": "both", "or": "either", "not": "other", "abs": "magnitude", "round": "rounded"}
 )
-#: Of what is stored in FP32, is one number a row, or decides something: by default a GPU's are approximations, good for
-#: low outputs.
+#: Used for values that are stored in FP32, are one number a row, or feed a discontinuous op: a GPU's default functions
+#: are approximations, good enough for low outputs.
 _EXACT: Final = MappingProxyType(
     {"div": "tl.div_rn({}, {})", "exp": "exp({})", "sigmoid": "tl.div_rn(1.0, 1.0 + exp(-{}))"}
 )

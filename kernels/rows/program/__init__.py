@@ -1,1 +1,1 @@
-"""From a region's graph to row programs, forward and backward."""
+"""Derives row programs, forward and backward, from the graph of a region."""

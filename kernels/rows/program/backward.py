@@ -1,4 +1,4 @@
-"""The backward row program of a region: what it starts from, what it stores, and what the forward keeps for it."""
+"""Derives the backward row program of a region: its loads, its stores, and the tensors that the forward saves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from fxprec.kernels.rows.program.derivatives import gradients
-from fxprec.kernels.rows.program.row_program import Backward, Forward, Port, Program, Store
+from fxprec.kernels.rows.program.row_program import Backward, Forward, Port, RowProgram, Store
 from fxprec.kernels.rows.program.values import REDUCTIONS, Operand, Value, walk
 
 #: More outputs than these are not weighed one against the other: all that can be are loaded.
@@ -19,7 +19,7 @@ _WEIGHED: Final = 6
 def backward(
     fw: Forward, wanted: Sequence[int], cotangents: Sequence[int], rows: int, alike: Sequence[object]
 ) -> Backward:
-    """The backward program for some inputs and some outputs.
+    """Return the backward program for some inputs and some outputs.
 
     Args:
         wanted: numbers of the inputs whose gradients are asked for.
@@ -34,6 +34,7 @@ def backward(
     stores, owners, stored_in = _stores(fw, wanted, found, alike)
     roots = [store.value for store in stores if isinstance(store.value, Value)]
     sources = _cheapest(fw, roots, set(given), rows)
+    # A statistic that was saved cuts the walk short: behind it nothing is read again, except for a double backward.
     statistics = {v: n for n, v in enumerate(_statistics(fw, roots, sources.keys() | {*given}))}
     used = {*walk(roots, lambda v: v in sources or v in statistics or v in given)}
     again = {*walk(roots, lambda v: v in sources or v in given)}
@@ -42,7 +43,7 @@ def backward(
     loads = [(value, _port_of(fw, sources[value])) for value in read]
     loads += [(value, Port(torch.float32, value.rows, False)) for value in statistics]
     also = [value for value in sources if value in again and value not in used]
-    program = Program(
+    program = RowProgram(
         (*loads, *((value, fw.outputs[n].port) for value, n in zip(given, cotangents, strict=True))),
         tuple(stores), fw.program.seeds, fw.program.columns,
     )  # fmt: skip
@@ -55,7 +56,9 @@ def backward(
 def _stores(
     fw: Forward, wanted: Sequence[int], found: Sequence[Operand | None], alike: Sequence[object]
 ) -> tuple[list[Store], list[int], list[int]]:
-    """The stores of gradients, each value once for inputs that lie alike; their owners; each input's store.
+    """Return the stores of gradients, the input that each was made for, and the number of each input's store.
+
+    Inputs that lie in memory alike and have equal gradients share a store.
 
     An input that varies along some of the row dimensions has its gradient summed afterwards, from a full FP32 copy: a
     low one would be rounded before the sum.
@@ -85,7 +88,7 @@ def _stores(
 
 
 def _statistics(fw: Forward, roots: list[Value], sources: Collection[Value]) -> list[Value]:
-    """The forward's reductions that the backward meets on its way to the sources: kept, they need no second pass."""
+    """Return the forward's reductions between the roots and the sources. Saved, they need no second pass over a row."""
     found: dict[Value, None] = {}
 
     def stop(value: Value) -> bool:
@@ -98,7 +101,7 @@ def _statistics(fw: Forward, roots: list[Value], sources: Collection[Value]) -> 
 
 
 def _cheapest(fw: Forward, roots: list[Value], given: set[Value], rows: int) -> dict[Value, tuple[str, int]]:
-    """What the backward starts from: value -> (kind, number). Inputs, and those outputs that save bytes."""
+    """Choose the tensors that the backward loads, as value -> (kind, number): inputs, and outputs that save bytes."""
     inputs = {value: ("input", n) for n, value in enumerate(fw.inputs)}
     reachable = walk(roots, lambda v: v in inputs or v in given)
     candidates = {
@@ -114,6 +117,7 @@ def _cheapest(fw: Forward, roots: list[Value], given: set[Value], rows: int) -> 
         stop = inputs.keys() | given | {*chosen}
         return sum(sizes[value] for value in walk(roots, stop.__contains__) if value in sizes and value in stop)
 
+    # Subsets double with each output: beyond a few all candidates are taken.
     best: tuple[Value, ...] = tuple(candidates)
     if len(candidates) <= _WEIGHED:
         lengths = range(len(candidates) + 1)

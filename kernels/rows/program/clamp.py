@@ -1,4 +1,4 @@
-"""Clamps in row programs, with the gradient at the bounds that the torch which runs has.
+"""Lowers clamps to row programs, with the gradient at the bounds that the installed torch gives.
 
 At a bound torch 2.13 gives the input all of the gradient, as inside; from 2.14 on nothing where bounds are numbers, and
 half where they are tensors, as ``maximum`` and ``minimum`` do. torch is asked, not its version.
@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from fxprec.kernels.rows.program.terms import Call, Term
+from fxprec.kernels.rows.program.terms import RowTerm, TermBuilder
 
 
-def clamp(c: Call, input: Term, min: Any = None, max: Any = None) -> Term:  # torch's names
-    """``torch.clamp``, by numbers or by tensors. Where ``min > max`` it gives ``max``."""
-    if isinstance(min, Term) or isinstance(max, Term):
+def clamp(c: TermBuilder, input: RowTerm, min: Any = None, max: Any = None) -> RowTerm:  # torch's names
+    """Lower ``torch.clamp``, by numbers or by tensors. Where ``min > max`` the result is ``max``."""
+    if isinstance(min, RowTerm) or isinstance(max, RowTerm):
         return _between(c, input, min, max) if min is not None and max is not None else _beyond(c, input, min, max)
     bounds = (("ge", min), ("le", max)) if _at_bound(False) == 1 else (("gt", min), ("lt", max))
     inside = [c(op, input, bound) for op, bound in bounds if bound is not None]
@@ -28,17 +28,21 @@ def clamp(c: Call, input: Term, min: Any = None, max: Any = None) -> Term:  # to
     return c("where", inside[0] if len(inside) == 1 else c("and", *inside), input, held) if inside else input
 
 
-def _beyond(c: Call, x: Term, low: Any, high: Any) -> Term:
-    """One bound."""
+def _beyond(c: TermBuilder, x: RowTerm, low: Any, high: Any) -> RowTerm:
+    """Clamp by one bound that is a tensor."""
     bound, op, keeps, loses = (high, "minimum", "le", "gt") if low is None else (low, "maximum", "ge", "lt")
     either = c(op, x, bound)
     if _at_bound(True) != 1:
         return either
+    # At the bound the input takes all of the gradient, which a plain minimum or maximum would halve.
     return c("where", c(keeps, x, bound), x, c("where", c(loses, x, bound), bound, c.stop(either)))
 
 
-def _between(c: Call, x: Term, low: Any, high: Any) -> Term:
-    """Two bounds. NaN anywhere gives NaN; in the input, its gradient stays with the input from torch 2.14 on."""
+def _between(c: TermBuilder, x: RowTerm, low: Any, high: Any) -> RowTerm:
+    """Clamp by two bounds, of which one is a tensor.
+
+    NaN anywhere gives NaN. From torch 2.14 on a NaN input keeps its gradient.
+    """
     either = c("minimum", c("maximum", x, low), high)
     if _at_bound(True) != 1:
         level = c("where", c("lt", x, low), low, c("where", c("gt", x, high), high, x))
@@ -53,9 +57,9 @@ def _between(c: Call, x: Term, low: Any, high: Any) -> Term:
 
 @functools.cache
 def _at_bound(tensors: bool) -> float:
-    """What part of the gradient torch's clamp gives an input that lies at its bound: 1, 0, or a half.
+    """Return the share of the gradient (1, 0 or 0.5) that torch's clamp gives an input equal to its bound.
 
-    Asked in a thread of its own, where nothing of the caller's is on: no mode, no hooks, no inference mode.
+    A thread of its own asks torch: the caller's dispatch modes, hooks and inference mode are not active there.
     """
     found: list[float] = []
 

@@ -19,16 +19,16 @@ Rule = Callable[[Builder, Value, Operand], tuple[Operand | None, ...]]
 def gradients(
     b: Builder, outputs: Sequence[Operand], cotangents: Sequence[Operand | None], wanted: Sequence[Value]
 ) -> list[Operand | None]:
-    """Gradients of the outputs with respect to the wanted values (loads); None where nothing depends on one.
+    """Return the gradients of the outputs with respect to the wanted values (loads); None where nothing depends on one.
 
-    Each varies along the columns only if what it is the gradient of does; along rows it may vary still.
+    A gradient varies along the columns only if its value does. Along rows it may vary although its value does not.
     """
     roots = [output for output in outputs if isinstance(output, Value)]
     needed = _leading_to(roots, wanted)
     found: dict[Value, Operand] = {}
 
     def add(value: Operand, gradient: Operand | None, wide: bool) -> None:
-        """``wide``: the gradient is one for each column, even if it is the same for all of them."""
+        """Add to the gradient of a value; ``wide``: one gradient a column, even if all columns have the same."""
         if gradient is None or not isinstance(value, Value) or value not in needed:
             return
         if wide and not value.columns:
@@ -45,7 +45,7 @@ def gradients(
 
 
 def _leading_to(roots: list[Value], wanted: Sequence[Value]) -> set[Value]:
-    """Values on a path from the wanted ones to the roots that gradients take."""
+    """Return the values that gradients pass on their way from the roots to the wanted values."""
     leading = set(wanted)
     for value in walk(roots):
         if value.op in _RULES and any(argument in leading for argument in value.args if isinstance(argument, Value)):
@@ -54,7 +54,7 @@ def _leading_to(roots: list[Value], wanted: Sequence[Value]) -> set[Value]:
 
 
 def _ties(b: Builder, v: Value, g: Operand) -> tuple[Operand, Operand]:
-    """As torch: where both are equal each takes half, and NaN takes all and leaves all."""
+    """Return the gradients of a maximum or minimum: as torch, equal operands take half each, NaN gives both all."""
     x, y = v.args
     loses = "lt" if v.op == "maximum" else "gt"
     shared = b("where", b("eq", x, y), b("mul", g, 0.5), g)
@@ -62,7 +62,7 @@ def _ties(b: Builder, v: Value, g: Operand) -> tuple[Operand, Operand]:
 
 
 def _extreme(b: Builder, v: Value, g: Operand) -> tuple[Operand]:
-    """As torch's amax and amin: shared by all the columns that hold the extreme value."""
+    """Return the gradient of a row's maximum or minimum, shared, as in torch's amax, by all columns that equal it."""
     hit = b("eq", v.args[0], v)
     return (b("where", hit, b("div", g, b.reduce("sum", b("float", hit))), 0.0),)
 

@@ -1,4 +1,4 @@
-"""The forward row program of a region: its graph, node by node, as values."""
+"""Derives the forward row program of a region: lowers its graph, node by node, to values."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.fx.node import map_arg
 from fxprec.kernels.rows.program.lowering import lower
 from fxprec.kernels.rows.program.reductions import ROW_REDUCTIONS
 from fxprec.kernels.rows.program.region_node import is_inserted, op_name
-from fxprec.kernels.rows.program.row_program import Forward, Port, Program, Store
-from fxprec.kernels.rows.program.terms import Declined, Term
+from fxprec.kernels.rows.program.row_program import Forward, Port, RowProgram, Store
+from fxprec.kernels.rows.program.terms import Declined, RowTerm
 from fxprec.kernels.rows.program.values import Builder, Value
 
-#: What nodes may give. Integers would wrap where they are computed, and FP32 has 24 bits.
+#: Dtypes that nodes may have. Integers would wrap where they are computed, and FP32 has 24 bits.
 _COMPUTED: Final = (torch.float32, torch.float16, torch.bfloat16, torch.bool)
 
 
 def reduced_dimensions(nodes: Sequence[Node]) -> int:
-    """How many trailing dimensions the reductions of a region run over; 0 without any.
+    """Return how many trailing dimensions the reductions of a region run over; 0 without reductions.
 
     Raises:
         Declined: they differ, or are not the last ones.
@@ -58,7 +58,7 @@ def forward(
     port: Callable[[Sequence[int], torch.dtype], Port],
     columns: int,
 ) -> Forward:
-    """The forward program of a region's graph, whose nodes carry ``meta["shape"]`` and ``meta["torch_dtype"]``.
+    """Return the forward program of a region's graph, whose nodes carry ``meta["shape"]`` and ``meta["torch_dtype"]``.
 
     Args:
         port: how a tensor of a shape and dtype varies.
@@ -81,7 +81,7 @@ def forward(
             found = port(own, dtype)
             value = b.load(len(loads), dtype, found.rows, found.columns)
             loads.append((value, found))
-            terms[node] = Term(value, own)
+            terms[node] = RowTerm(value, own)
             continue
         args, kwargs = map_arg((node.args, node.kwargs), terms.__getitem__)
         name = op_name(node)
@@ -91,45 +91,46 @@ def forward(
             term = _dropout(b, args, kwargs, tuple(shape), seeds)
         else:
             term = lower(b, name, args, kwargs, reduced)
+        # Rows and columns follow from broadcasting alone: the shape of anything else comes out otherwise here.
         if tuple(term.shape) != own:
             raise Declined(f"{name} gives {own}, which the rows and columns do not show")
         if dtype not in _COMPUTED:
             raise Declined(f"{name} gives {dtype}")
         if dtype is torch.bool:
-            term = Term(b.truth(term.value), own, term.dropped)  # a sum of bools is an or, a product an and
+            term = RowTerm(b.truth(term.value), own, term.dropped)  # a sum of bools is an or, a product an and
         if node in returned and dtype in (torch.float16, torch.bfloat16) and isinstance(term.value, Value):
-            # What others read is what was stored.
-            term = Term(b.round(term.value, dtype), own, term.dropped)
+            # Other kernels read the stored value, so what follows inside the region must use the rounded one too.
+            term = RowTerm(b.round(term.value, dtype), own, term.dropped)
         terms[node] = term
     outputs = tuple(_output(node, terms[node], port, reduced) for node in gm.graph.output_node().args[0])  # type: ignore[union-attr]
-    program = Program(tuple(loads), outputs, next(seeds), columns)
+    program = RowProgram(tuple(loads), outputs, next(seeds), columns)
     return Forward(program, b, tuple(v for v, _ in loads), tuple(p for _, p in loads), outputs, b.made)
 
 
-def _cast(b: Builder, node: Node, x: Term, dtype: torch.dtype) -> Term:
+def _cast(b: Builder, node: Node, x: RowTerm, dtype: torch.dtype) -> RowTerm:
     if not dtype.is_floating_point or dtype is torch.float64:
         raise Declined(f"a cast to {dtype}")
     value = b.float(x.value)
     if not is_inserted(node) and dtype is not torch.float32 and isinstance(value, Value):
         value = b.round(value, dtype)  # the user's own cast rounds; ours only says in what the next op would read
-    return Term(value, x.shape, x.dropped)
+    return RowTerm(value, x.shape, x.dropped)
 
 
-def _dropout(b: Builder, args: Any, kwargs: Any, shape: tuple[int, ...], seeds: Any) -> Term:
-    def bound(x: Term, p: float = 0.5, training: bool = True, inplace: bool = False) -> Term:
+def _dropout(b: Builder, args: Any, kwargs: Any, shape: tuple[int, ...], seeds: Any) -> RowTerm:
+    def bound(x: RowTerm, p: float = 0.5, training: bool = True, inplace: bool = False) -> RowTerm:
         if not training or p == 0:
             return x
         if tuple(x.shape) != shape:
             raise Declined("dropout of a tensor that is broadcast afterwards")
         if p == 1:
-            return Term(b("mul", x.value, 0.0), x.shape)
+            return RowTerm(b("mul", x.value, 0.0), x.shape)
         kept = b("mul", x.value, b.float(b.keep(next(seeds), float(p))))
-        return Term(b("mul", kept, 1.0 / (1.0 - p)), x.shape)
+        return RowTerm(b("mul", kept, 1.0 / (1.0 - p)), x.shape)
 
     return bound(*args, **kwargs)
 
 
-def _output(node: Node, term: Term, port: Callable[[Sequence[int], torch.dtype], Port], reduced: int) -> Store:
+def _output(node: Node, term: RowTerm, port: Callable[[Sequence[int], torch.dtype], Port], reduced: int) -> Store:
     dtype = node.meta["torch_dtype"]
     if dtype not in _COMPUTED:
         raise Declined(f"an output of {dtype}")

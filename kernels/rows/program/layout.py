@@ -1,4 +1,4 @@
-"""Where rows and columns lie: one iteration space for all the tensors of a region, and each tensor's strides in it.
+"""Finds the layout of a region: one iteration space of rows x columns, and the strides of each tensor in it.
 
 The space has the region's broadcast shape. Its dimensions are taken in the memory order of the first full tensor (that
 is not expanded, if there is one), so that channels_last runs along channels. With reductions the columns are the
@@ -24,7 +24,7 @@ from fxprec.kernels.rows.program.terms import Declined
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """An iteration space.
+    """Iteration space of a region: which of its dimensions are rows, and which columns.
 
     Attributes:
         shape: of the region, as torch has it.
@@ -40,14 +40,16 @@ class Layout:
 
     @property
     def rows(self) -> int:
+        """Number of rows."""
         return math.prod(self.shape[d] for d in self.row_dims)
 
     @property
     def columns(self) -> int:
+        """Number of columns."""
         return math.prod(self.shape[d] for d in self.column_dims)
 
     def two_dimensional(self, x: Tensor) -> Tensor:
-        """A tensor that broadcasts to the shape, seen as rows x columns: 1 where it does not vary. May copy."""
+        """Return a tensor that broadcasts to the shape as rows x columns, of size 1 where constant. May copy."""
         rank = len(self.shape)
         x = x.reshape((1,) * (rank - x.dim()) + x.shape)
 
@@ -64,7 +66,7 @@ class Layout:
         return x.expand(shape).permute(order).reshape(extent(self.row_dims), extent(self.column_dims))
 
     def torch_shaped(self, x: Tensor, columns: bool = True) -> Tensor:
-        """The inverse: rows x columns as a tensor of the region's shape; 1 for columns without them."""
+        """Return rows x columns as a tensor of the region's shape; without ``columns`` those dimensions have size 1."""
         shape = [size if columns or d not in self.column_dims else 1 for d, size in enumerate(self.shape)]
         order = [d for d in range(len(shape)) if d not in self.row_dims and d not in self.column_dims]
         order += [*self.row_dims, *self.column_dims]
@@ -73,15 +75,15 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One tensor in the space: a stride for each (merged) row dimension, one for the columns; 0: does not vary."""
+class Strides:
+    """Strides of one tensor in the space, for each (merged) row dimension and for the columns; 0: does not vary."""
 
     row_strides: tuple[int, ...]
     column_stride: int
 
 
 def find_layout(shape: Sequence[int], full: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], reduced: int) -> Layout:
-    """The space for a broadcast shape.
+    """Return the iteration space for a broadcast shape.
 
     Args:
         full: (shape, strides) of the tensors, the first one of the region's own shape leading.
@@ -93,6 +95,7 @@ def find_layout(shape: Sequence[int], full: Sequence[tuple[tuple[int, ...], tupl
     shape = tuple(shape)
     rank = len(shape)
     strides = [_broadcast(own, stride, shape) for own, stride in full]
+    # Strides of 0, of an expanded tensor, say nothing of the order in memory: a tensor without them leads.
     whole = [s for (own, _), s in zip(full, strides, strict=True) if own == shape]
     leading = next((s for s in whole if all(s[d] for d in range(rank) if shape[d] != 1)), whole[0] if whole else None)
     order = [d for d in range(rank) if shape[d] != 1]
@@ -104,6 +107,7 @@ def find_layout(shape: Sequence[int], full: Sequence[tuple[tuple[int, ...], tupl
             raise Declined("the reduced dimension is not the innermost in memory")
         rows = tuple(d for d in order if d < rank - reduced)
         return Layout(shape, rows, columns)
+    # Columns grow outwards for as long as one stride still serves every tensor.
     take = 1
     while take < len(order) and all(_merge(s, order[-take - 1], order[-take], shape) for s in strides):
         take += 1
@@ -111,7 +115,7 @@ def find_layout(shape: Sequence[int], full: Sequence[tuple[tuple[int, ...], tupl
 
 
 def place(layout: Layout, shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], int]:
-    """Strides of a tensor along each row dimension, and along the columns.
+    """Return the strides of a tensor along each row dimension, and along the columns.
 
     Raises:
         Declined: columns of several dimensions that this tensor does not walk with one stride.
@@ -124,8 +128,11 @@ def place(layout: Layout, shape: Sequence[int], strides: Sequence[int]) -> tuple
     return [own[d] for d in layout.row_dims], own[columns[-1]] if columns else 0
 
 
-def merged(layout: Layout, places: Sequence[tuple[list[int], int]]) -> tuple[tuple[int, ...], list[Place]]:
-    """Sizes of as few row dimensions as serve all the tensors, and the tensors' places among these."""
+def merged(layout: Layout, places: Sequence[tuple[list[int], int]]) -> tuple[tuple[int, ...], list[Strides]]:
+    """Merge row dimensions that every tensor walks with one stride; return their sizes and the tensors' strides.
+
+    Each dimension that stays costs a kernel a division and a remainder a row.
+    """
     sizes: list[int] = []
     kept: list[list[int]] = [[] for _ in places]
     for i, dim in enumerate(layout.row_dims):
@@ -138,11 +145,11 @@ def merged(layout: Layout, places: Sequence[tuple[list[int], int]]) -> tuple[tup
             sizes.append(size)
             for own, (rows, _) in zip(kept, places, strict=True):
                 own.append(rows[i])
-    return tuple(sizes), [Place(tuple(own), column) for own, (_, column) in zip(kept, places, strict=True)]
+    return tuple(sizes), [Strides(tuple(own), column) for own, (_, column) in zip(kept, places, strict=True)]
 
 
 def dense_strides(layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor without gaps whose dimensions lie in the layout's order."""
+    """Return the strides of a tensor without gaps whose dimensions lie in the layout's order."""
     offset = len(layout.shape) - len(shape)
     order = [d - offset for d in (*layout.row_dims, *layout.column_dims) if d >= offset]
     order = [d for d in range(len(shape)) if d not in order] + order

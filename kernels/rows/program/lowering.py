@@ -1,4 +1,4 @@
-"""What torch's functions mean in row programs: canonical op name -> a function over terms with the same arguments.
+"""Lowers torch's functions to row programs: canonical op name -> a function over terms with the same arguments.
 
 The formulas are torch's, with its corner cases: where a branch is not taken its gradient must not become 0 * inf, so
 arguments of exponentials are selected first. Reductions have a file of their own, ``reductions``.
@@ -13,12 +13,12 @@ from typing import Any, Final
 
 from fxprec.kernels.rows.program.clamp import clamp
 from fxprec.kernels.rows.program.reductions import REDUCING
-from fxprec.kernels.rows.program.terms import Call, Declined, Term
+from fxprec.kernels.rows.program.terms import Declined, RowTerm, TermBuilder
 from fxprec.kernels.rows.program.values import Builder
 
 
-def lower(b: Builder, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], reduced: int) -> Term:
-    """The result of one call. Terms stand for tensors; ``reduced``: how many trailing dimensions are the columns.
+def lower(b: Builder, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], reduced: int) -> RowTerm:
+    """Lower one call. Terms stand for tensors; ``reduced``: how many trailing dimensions are the columns.
 
     Raises:
         Declined: an op, or arguments of it, that row programs do not know.
@@ -27,28 +27,28 @@ def lower(b: Builder, name: str, args: Sequence[Any], kwargs: Mapping[str, Any],
     if function is None:
         raise Declined(f"{name} is no row operation")
     try:
-        return function(Call(b, reduced), *args, **kwargs)
+        return function(TermBuilder(b, reduced), *args, **kwargs)
     except TypeError as error:  # arguments that the lowering does not have
         raise Declined(f"{name}: {error}") from None
 
 
-def _unary(op: str) -> Callable[..., Term]:
+def _unary(op: str) -> Callable[..., RowTerm]:
     return lambda c, input: c(op, input)
 
 
-def _binary(op: str) -> Callable[..., Term]:
+def _binary(op: str) -> Callable[..., RowTerm]:
     return lambda c, input, other: c(op, input, other)
 
 
-def _add(c: Call, input: Any, other: Any, alpha: float = 1) -> Term:
+def _add(c: TermBuilder, input: Any, other: Any, alpha: float = 1) -> RowTerm:
     return c("add", input, other if alpha == 1 else c("mul", other, alpha) if _is_term(other) else other * alpha)
 
 
-def _sub(c: Call, input: Any, other: Any, alpha: float = 1) -> Term:
+def _sub(c: TermBuilder, input: Any, other: Any, alpha: float = 1) -> RowTerm:
     return c("sub", input, other if alpha == 1 else c("mul", other, alpha) if _is_term(other) else other * alpha)
 
 
-def _div(c: Call, input: Any, other: Any, rounding_mode: Any = None) -> Term:
+def _div(c: TermBuilder, input: Any, other: Any, rounding_mode: Any = None) -> RowTerm:
     if rounding_mode is not None:
         raise Declined("a division that rounds")
     if not _is_term(other) and other != 0:
@@ -56,19 +56,19 @@ def _div(c: Call, input: Any, other: Any, rounding_mode: Any = None) -> Term:
     return c("div", input, other)
 
 
-def _rdiv(c: Call, input: Any, other: Any) -> Term:
-    """A number divided by a tensor: ``3 / x`` or ``x.__rtruediv__(3)``."""
+def _rdiv(c: TermBuilder, input: Any, other: Any) -> RowTerm:
+    """Lower a number divided by a tensor: ``3 / x`` or ``x.__rtruediv__(3)``."""
     return c("div", other, input) if _is_term(input) else c("div", input, other)
 
 
-def _pow(c: Call, input: Any, exponent: Any) -> Term:
+def _pow(c: TermBuilder, input: Any, exponent: Any) -> RowTerm:
     if _is_term(exponent) or not _is_term(input):
         raise Declined("a power whose exponent is a tensor")
     return power(c, input, float(exponent))
 
 
-def power(c: Call, x: Term, exponent: float) -> Term:
-    """Powers that have an exact form; their derivatives follow from it."""
+def power(c: TermBuilder, x: RowTerm, exponent: float) -> RowTerm:
+    """Lower a power to products and roots, whose derivatives are exact; decline other exponents."""
     if exponent == int(exponent) and 1 <= abs(exponent) <= 4:
         result = x
         for _ in range(int(abs(exponent)) - 1):
@@ -81,35 +81,39 @@ def power(c: Call, x: Term, exponent: float) -> Term:
     raise Declined(f"a power of {exponent}")
 
 
-def _hardtanh(c: Call, input: Term, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Term:
+def _hardtanh(
+    c: TermBuilder, input: RowTerm, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
+) -> RowTerm:
     x = input
     inside = c("and", c("gt", x, min_val), c("lt", x, max_val))
+    # At the bounds, too, hardtanh has no gradient: x passes it only strictly inside.
     held = c.stop(x)
     held = c("where", c("gt", held, max_val), max_val, held)
     return c("where", inside, x, c("where", c("lt", held, min_val), min_val, held))
 
 
-def _relu(c: Call, input: Term, inplace: bool = False) -> Term:
+def _relu(c: TermBuilder, input: RowTerm, inplace: bool = False) -> RowTerm:
     return c("where", c("le", input, 0.0), 0.0, input)
 
 
-def _leaky_relu(c: Call, input: Term, negative_slope: float = 0.01, inplace: bool = False) -> Term:
+def _leaky_relu(c: TermBuilder, input: RowTerm, negative_slope: float = 0.01, inplace: bool = False) -> RowTerm:
     return c("where", c("gt", input, 0.0), input, c("mul", input, negative_slope))
 
 
-def _elu(c: Call, input: Term, alpha: float = 1.0, inplace: bool = False) -> Term:
+def _elu(c: TermBuilder, input: RowTerm, alpha: float = 1.0, inplace: bool = False) -> RowTerm:
     low = c("where", c("gt", input, 0.0), 0.0, input)
     return c("where", c("gt", input, 0.0), input, c("mul", c("expm1", low), alpha))
 
 
-def _softplus(c: Call, input: Term, beta: float = 1.0, threshold: float = 20.0) -> Term:
+def _softplus(c: TermBuilder, input: RowTerm, beta: float = 1.0, threshold: float = 20.0) -> RowTerm:
     scaled = c("mul", input, beta)
     large = c("gt", scaled, threshold)
+    # Selected before exp: an overflow in the branch that is not taken would give its gradient 0 * inf.
     soft = c("log1p", c("exp", c("where", large, 0.0, scaled)))
     return c("where", large, input, soft if beta == 1 else c("div", soft, beta))
 
 
-def _logsigmoid(c: Call, input: Term) -> Term:
+def _logsigmoid(c: TermBuilder, input: RowTerm) -> RowTerm:
     positive = c("gt", input, 0.0)
     low, high = c("where", positive, 0.0, input), c("where", positive, input, 0.0)
     return c(
@@ -117,11 +121,11 @@ def _logsigmoid(c: Call, input: Term) -> Term:
     )
 
 
-def _silu(c: Call, input: Term, inplace: bool = False) -> Term:
+def _silu(c: TermBuilder, input: RowTerm, inplace: bool = False) -> RowTerm:
     return c("mul", input, c("sigmoid", input))
 
 
-def _gelu(c: Call, input: Term, approximate: str = "none") -> Term:
+def _gelu(c: TermBuilder, input: RowTerm, approximate: str = "none") -> RowTerm:
     if approximate == "tanh":
         cubic = c("mul", c("mul", c("mul", input, input), input), 0.044715)
         inner = c("tanh", c("mul", c("add", input, cubic), math.sqrt(2.0 / math.pi)))
@@ -130,45 +134,45 @@ def _gelu(c: Call, input: Term, approximate: str = "none") -> Term:
     return c("mul", c("mul", input, 0.5), c("add", inner, 1.0))
 
 
-def _mish(c: Call, input: Term, inplace: bool = False) -> Term:
+def _mish(c: TermBuilder, input: RowTerm, inplace: bool = False) -> RowTerm:
     return c("mul", input, c("tanh", _softplus(c, input)))
 
 
-def _hardsigmoid(c: Call, input: Term, inplace: bool = False) -> Term:
+def _hardsigmoid(c: TermBuilder, input: RowTerm, inplace: bool = False) -> RowTerm:
     return _hardtanh(c, c("add", c("mul", input, 1.0 / 6.0), 0.5), 0.0, 1.0)
 
 
-def _hardswish(c: Call, input: Term, inplace: bool = False) -> Term:
+def _hardswish(c: TermBuilder, input: RowTerm, inplace: bool = False) -> RowTerm:
     middle = c("mul", input, c("div", c("add", input, 3.0), 6.0))
     return c("where", c("le", input, -3.0), 0.0, c("where", c("ge", input, 3.0), input, middle))
 
 
-def _where(c: Call, condition: Term, input: Any, other: Any) -> Term:
+def _where(c: TermBuilder, condition: RowTerm, input: Any, other: Any) -> RowTerm:
     return c("where", condition, input, other)
 
 
-def _masked_fill(c: Call, input: Term, mask: Term, value: Any) -> Term:
+def _masked_fill(c: TermBuilder, input: RowTerm, mask: RowTerm, value: Any) -> RowTerm:
     return c("where", mask, value, input)
 
 
-def _addcmul(c: Call, input: Term, tensor1: Term, tensor2: Term, value: float = 1) -> Term:
+def _addcmul(c: TermBuilder, input: RowTerm, tensor1: RowTerm, tensor2: RowTerm, value: float = 1) -> RowTerm:
     return c("add", input, c("mul", c("mul", tensor1, tensor2), value))
 
 
-def _addcdiv(c: Call, input: Term, tensor1: Term, tensor2: Term, value: float = 1) -> Term:
+def _addcdiv(c: TermBuilder, input: RowTerm, tensor1: RowTerm, tensor2: RowTerm, value: float = 1) -> RowTerm:
     return c("add", input, c("mul", c("div", tensor1, tensor2), value))
 
 
-def _lerp(c: Call, input: Term, end: Term, weight: Any) -> Term:
+def _lerp(c: TermBuilder, input: RowTerm, end: RowTerm, weight: Any) -> RowTerm:
     return c("add", input, c("mul", c("sub", end, input), weight))
 
 
-def _same(c: Call, input: Term, *_: Any, **__: Any) -> Term:
+def _same(c: TermBuilder, input: RowTerm, *_: Any, **__: Any) -> RowTerm:
     return input
 
 
 def _is_term(x: Any) -> bool:
-    return isinstance(x, Term)
+    return isinstance(x, RowTerm)
 
 
 _COMPARISONS: Final = ("eq", "ne", "lt", "le", "gt", "ge")
@@ -177,7 +181,7 @@ _UNARY: Final = (
     "sigmoid", "sign", "floor", "ceil", "trunc", "isnan",
 )  # fmt: skip
 
-LOWERINGS: Final[Mapping[str, Callable[..., Term]]] = MappingProxyType(
+LOWERINGS: Final[Mapping[str, Callable[..., RowTerm]]] = MappingProxyType(
     {
         **{name: _unary(name) for name in _UNARY},
         **{name: _binary(name) for name in (*_COMPARISONS, "mul", "maximum", "minimum")},

@@ -1,7 +1,7 @@
-"""What the nodes of a region's graph say of themselves, in ``node.meta``: who makes a region writes it.
+"""Reads the notes in ``node.meta`` of a region's graph, which the fusion pass writes.
 
-``op``: the canonical op, with its ``name``. ``inserted``: whether the node is a cast that the compiler made, which the
-kernel need not round to: the value is in a register.
+``op``: the canonical op, with its ``name``. ``inserted``: the node is a cast that the compiler made, to which a kernel
+need not round: the value is in a register.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from torch.fx import Node
 
 
 def op_name(node: Node) -> str:
-    """The canonical op of a node, or torch.fx's opcode of one that calls none."""
+    """Return the name of a node's canonical op, or its torch.fx opcode where it calls no op."""
     op = node.meta.get("op")
     return op.name if op is not None else node.op
 
 
 def is_inserted(node: Node) -> bool:
-    """Whether the node is a cast that the compiler made."""
+    """Return whether the node is a cast that the compiler made."""
     return bool(node.meta.get("inserted"))

@@ -1,4 +1,4 @@
-"""A row program: what one kernel loads, computes and stores. A region's are a forward and a backward one.
+"""Defines row programs: what one kernel loads, computes and stores. A region has a forward and a backward program.
 
 The forward program computes the region's outputs, and stores the row statistics (results of reductions) that the
 backward will ask for. The backward program starts again from what is in memory anyway: of the region's inputs and
@@ -18,7 +18,7 @@ from fxprec.kernels.rows.program.values import DECIDING, REDUCTIONS, Builder, Op
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A tensor that a program loads: its dtype, and whether it varies along rows and columns.
+    """Dtype of a tensor that a program loads, and whether it varies along rows and columns.
 
     ``some_rows``: of several row dimensions it varies along some only.
     """
@@ -29,13 +29,13 @@ class Port:
     some_rows: bool = False
 
     def size(self, rows: int, columns: int) -> int:
-        """Bytes of the tensor, where it varies along all the rows or none."""
+        """Return the bytes of the tensor, if it varies along all the rows or along none."""
         return self.dtype.itemsize * (rows if self.rows else 1) * (columns if self.columns else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A tensor that a program writes.
+    """Tensor that a program writes.
 
     ``partial``: summed over rows, as FP32, by a second stage. ``dropped``: how many trailing dimensions it lacks.
     """
@@ -49,12 +49,12 @@ class Store:
 
     @property
     def port(self) -> Port:
-        """How it is read again."""
+        """Port by which the backward loads this tensor."""
         return Port(self.dtype, self.rows, self.columns)
 
     @property
     def exact(self) -> bool:
-        """Whether reading it again gives the value that was computed with."""
+        """True if loading the tensor gives back the very value that was computed with."""
         value = self.value
         return isinstance(value, Value) and (
             self.dtype is torch.float32 or (value.op == "round" and value.attribute is self.dtype)
@@ -62,8 +62,8 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
-    """One kernel's work.
+class RowProgram:
+    """Computation of one kernel over rows x columns.
 
     Attributes:
         loads: (value, port) of each tensor that is read, in the order of the kernel's arguments.
@@ -79,22 +79,22 @@ class Program:
 
     @property
     def values(self) -> list[Value]:
-        """Everything computed, in order; loads first among what they lead to."""
+        """All values of the program in the order of computation: arguments before results."""
         loaded = {value for value, _ in self.loads}
         roots = [store.value for store in self.stores if isinstance(store.value, Value)]
         return walk(roots, loaded.__contains__)
 
     @property
     def decides(self) -> bool:
-        """Whether something jumps where the last bits of what is computed say so (``DECIDING``)."""
+        """True if an op is discontinuous (``DECIDING``), so that the last bits of its operands matter."""
         return bool(self._decisions)
 
     @property
     def decisive(self) -> set[Value]:
-        """What such decisions are made from.
+        """Values that discontinuous ops are computed from.
 
-        The backward makes them once more, or looks for the operand that equals a maximum. So these values must have the
-        same bits in both kernels, however those are compiled.
+        The backward computes such ops anew, or looks for the operand that equals a maximum. So these values must have
+        the same bits in both kernels, however those are compiled.
         """
         loaded = {value for value, _ in self.loads}
         operands = [a for value in self._decisions for a in value.args if isinstance(a, Value)]
@@ -107,18 +107,19 @@ class Program:
 
     @property
     def partial_width(self) -> int:
-        """Columns of all column partials together; 0 without any."""
+        """Number of columns of all column partials together; 0 without any."""
         return sum(self.columns if store.columns else 1 for store in self.stores if store.partial)
 
     @property
     def reduces(self) -> bool:
+        """True if the program reduces over columns."""
         loaded = {value for value, _ in self.loads}
         return any(value.op in REDUCTIONS and value not in loaded for value in self.values)
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """A region's forward: the program, and what the backward can start from.
+    """Forward program of a region, with the values that the backward can start from.
 
     Attributes:
         builder: made the values; the backward goes on with it.
@@ -127,22 +128,22 @@ class Forward:
         made: how many values the forward has; what has a higher number belongs to a backward.
     """
 
-    program: Program
+    program: RowProgram
     builder: Builder
     inputs: tuple[Value, ...]
     input_ports: tuple[Port, ...]
     outputs: tuple[Store, ...]
     made: int
 
-    def with_statistics(self, values: Sequence[Value]) -> Program:
-        """The program, also storing these row statistics."""
+    def with_statistics(self, values: Sequence[Value]) -> RowProgram:
+        """Return the program extended by the stores of these row statistics."""
         stores = (*self.outputs, *(Store(v, torch.float32, v.rows, False) for v in values))
         return replace(self.program, stores=stores)
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """A region's backward.
+    """Backward program of a region, with the tensors that the forward saves for it.
 
     Attributes:
         program: loads ``saved`` and then the cotangents; stores a gradient for each wanted input.
@@ -155,7 +156,7 @@ class Backward:
         owners: for each store the number of the input that it was made for.
     """
 
-    program: Program
+    program: RowProgram
     saved: tuple[tuple[str, int], ...]
     also: tuple[tuple[Value, tuple[str, int]], ...]
     statistics: tuple[Value, ...]

@@ -1,4 +1,4 @@
-"""What a tensor is like, without its numbers."""
+"""Defines the metadata of a tensor: shape, strides and dtype without values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A tensor without its numbers.
+    """Metadata of a tensor.
 
     Attributes:
         wanted: it wants a gradient.
@@ -26,14 +26,14 @@ class Spec:
 
     @property
     def bytes(self) -> int:
-        """Of its elements."""
+        """Bytes of the tensor's elements."""
         return self.dtype.itemsize * math.prod(self.shape)
 
     def empty(self, device: torch.device) -> Tensor:
-        """Such a tensor."""
+        """Return an uninitialized tensor of this shape, strides and dtype."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
 def spec_of(x: Tensor) -> Spec:
-    """Of a tensor."""
+    """Return the metadata of a tensor."""
     return Spec(tuple(x.shape), x.stride(), x.dtype, x.requires_grad)

@@ -1,4 +1,4 @@
-"""What two regions have in common if they compute the same: a text of their graphs, without the nodes' names."""
+"""Writes a region's graph as text without the nodes' names: a key that regions of equal computation share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxprec.kernels.rows.program.region_node import is_inserted, op_name
 
 
 def structure_of(gm: GraphModule) -> str:
-    """Equal for graphs that do the same to their inputs."""
+    """Return a text that is equal for graphs that compute the same from their inputs."""
     known = gm.meta.get("structure")
     if known is None:
         known = gm.meta["structure"] = "\n".join(_lines(gm))

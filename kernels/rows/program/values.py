@@ -1,4 +1,4 @@
-"""The values of a row program: FP32 numbers over rows x columns, made one from another by a few primitives.
+"""Defines the values of a row program: FP32 numbers over rows x columns, computed from each other by primitives.
 
 A value varies along rows, along columns, along both or neither; an operation on two values varies along whatever one of
 them does (broadcasting), and a reduction removes the columns. Equal operations give the same object, so that common
@@ -34,14 +34,14 @@ REDUCTIONS: Final = frozenset({"sum", "max", "min"})
 #: Operations whose result is true or false.
 BOOLEAN: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "isnan", "keep"})
 COMPARISONS: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-#: Operations whose result jumps, or whose derivative does: what their operands' last bits are decides where.
+#: Operations that are discontinuous, or whose derivative is: the last bits of their operands decide where.
 DECIDING: Final = COMPARISONS | {"max", "min", "maximum", "minimum", "sign", "floor", "ceil", "trunc"}
 _LOGICAL: Final = frozenset({"and", "or", "not"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """One value. ``number``: its place in the order of making, in which arguments come before results."""
+    """Result of one primitive. ``number``: its position in the order of construction: arguments precede results."""
 
     op: str
     args: tuple[Value | float, ...]
@@ -61,45 +61,45 @@ Operand: TypeAlias = Value | float
 
 @dataclass(slots=True)
 class Builder:
-    """Makes values, each once. ``columns``: how many the program has, for means."""
+    """Builder that returns the same object for equal values. ``columns``: of the program, for means."""
 
     columns: int
     _known: dict[Any, Value] = field(default_factory=dict)
 
     @property
     def made(self) -> int:
-        """How many values there are."""
+        """Number of values so far."""
         return len(self._known)
 
     def load(self, operand: int, dtype: torch.dtype, rows: bool, columns: bool) -> Value:
-        """The value of an operand, which is of ``dtype`` in memory."""
+        """Return the value of a tensor operand that has ``dtype`` in memory."""
         kind: Kind = "bool" if dtype is torch.bool else "float" if dtype.is_floating_point else "integer"
         return self._make("load", (), operand, kind, (rows, columns))
 
     def keep(self, seed: int, p: float) -> Value:
-        """Which elements the dropout with this number keeps."""
+        """Return the dropout mask of the seed with this number: True where an element is kept."""
         return self._make("keep", (), (seed, p), "bool", (True, True))
 
     def round(self, x: Value, dtype: torch.dtype) -> Value:
-        """``x`` as it will be read back from memory of ``dtype``."""
+        """Round ``x`` to ``dtype`` and back to FP32, as if it were stored and loaded."""
         if dtype is torch.float32 or (x.op == "round" and x.attribute is dtype):
             return x
         return self._make("round", (self.float(x),), dtype, "float")
 
     def float(self, x: Operand) -> Operand:
-        """An integer or bool as FP32; floats as they are."""
+        """Convert an integer or bool to FP32; return floats as they are."""
         return self._make("float", (x,), None, "float") if isinstance(x, Value) and x.kind != "float" else x
 
     def truth(self, x: Operand) -> Operand:
-        """Whether it is not 0: NaN is not. A bool as it is."""
+        """Return ``x != 0`` (True for NaN), or ``x`` itself if it is a bool."""
         return x if isinstance(x, Value) and x.kind == "bool" else self("ne", x, 0.0)
 
     def stop(self, x: Value) -> Value:
-        """``x``, through which no gradient goes."""
+        """Return ``x`` as a constant to the gradient."""
         return self._make("stop", (x,), None, x.kind)
 
     def __call__(self, op: str, *args: Operand) -> Value:
-        """``op`` of the arguments, numbers and values."""
+        """Apply ``op`` to the arguments, numbers and values, after converting them to the kind that it takes."""
         if op in _LOGICAL:
             args = tuple(map(self.truth, args))
         elif op == "where":
@@ -115,13 +115,16 @@ class Builder:
         return self._make(op, args, None, "bool" if op in BOOLEAN else "float")
 
     def reduce(self, op: str, x: Operand) -> Operand:
-        """The sum, maximum or minimum of each row."""
+        """Return the sum, maximum or minimum of each row."""
         if isinstance(x, Value) and x.columns:
             return self._make(op, (self.float(x),), None, "float")
         return self("mul", x, float(self.columns)) if op == "sum" else x  # the same number in every column
 
     def mean(self, x: Operand) -> Operand:
-        """Of each row. Divided, but by powers of two: a rounded 1 / n would be seen by an FMA that takes it from x."""
+        """Return the mean of each row.
+
+        Multiplied by 1 / n only for powers of two: a rounded 1 / n would show where an FMA subtracts the mean from x.
+        """
         if not (isinstance(x, Value) and x.columns):
             return x
         count = float(max(self.columns, 1))
@@ -129,7 +132,7 @@ class Builder:
         return self("mul", self.reduce("sum", x), 1.0 / count) if exact else self("div", self.reduce("sum", x), count)
 
     def _simpler(self, op: str, args: tuple[Operand, ...]) -> Value | None:
-        """Only what is exact for every value, NaN and signed zeros included."""
+        """Simplify where that is exact for every value, NaN and signed zeros included; else return None."""
         if op == "mul" and 1.0 in args:
             other = args[1] if args[0] == 1.0 else args[0]
             return other if isinstance(other, Value) else None
@@ -162,7 +165,7 @@ def _is(operand: Operand, op: str) -> TypeGuard[Value]:
 
 
 def _integers(args: tuple[Operand, ...]) -> bool:
-    """Whether all are integers that 32 bits hold, or come from memory as such."""
+    """Return whether all are integers: numbers that 32 bits hold, or values of integer tensors."""
     return all(
         arg.kind == "integer" if isinstance(arg, Value) else float(arg).is_integer() and abs(arg) < 2**31
         for arg in args
@@ -170,7 +173,7 @@ def _integers(args: tuple[Operand, ...]) -> bool:
 
 
 def walk(roots: Iterator[Value] | list[Value], stop: Callable[[Value], bool] = lambda _: False) -> list[Value]:
-    """What the roots are made from, and they, arguments first; not what lies behind a value that ``stop`` names."""
+    """Return the roots and the values they are computed from, arguments first; nothing beneath a stopped value."""
     found: dict[Value, None] = {}
     pending = [*roots]
     while pending:

@@ -1,4 +1,4 @@
-"""What a plan's kernels cost: how many there are, and the bytes that they move against the fewest that must be."""
+"""Counts the kernels of a plan and the bytes that they move, beside the fewest bytes that must be moved."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fxprec.kernels.rows.program.row_program import Program
+from fxprec.kernels.rows.program.row_program import RowProgram
 from fxprec.kernels.rows.program.spec import Spec
 
 if TYPE_CHECKING:  # Triton is loaded when a plan is made
     from fxprec.kernels.rows.run.kernel import Launch
     from fxprec.kernels.rows.run.loops import Loops
-    from fxprec.kernels.rows.run.plan import Plan
+    from fxprec.kernels.rows.run.plan import RegionPlan
 
 
-def count_kernels(plan: Plan) -> int:
-    """Launches of a forward and a backward; second stages of sums counted, copies of odd gradients not."""
+def count_kernels(plan: RegionPlan) -> int:
+    """Return the launches of a forward and a backward, with second stages of sums, without copies of gradients."""
     bw = plan.derived.backward
     if bw is None:
         return 1
@@ -24,8 +24,8 @@ def count_kernels(plan: Plan) -> int:
     return 2 + int(partials is not None and partials[0] > 1) + len(_summed(plan))
 
 
-def bytes_moved(plan: Plan) -> tuple[int, int]:
-    """(bytes, their bound) of a forward and a backward.
+def bytes_moved(plan: RegionPlan) -> tuple[int, int]:
+    """Return (bytes moved, lower bound) of a forward and a backward.
 
     The bound reads each tensor once that the computation starts from and writes each result once. Above it are the row
     statistics, the partial sums, gradients in FP32 that are summed afterwards, and what longer rows read again.
@@ -45,8 +45,8 @@ def bytes_moved(plan: Plan) -> tuple[int, int]:
     return moved, bound
 
 
-def _summed(plan: Plan) -> list[int]:
-    """For each input whose gradient is summed after the kernel the number of its store."""
+def _summed(plan: RegionPlan) -> list[int]:
+    """Return the number of the store of each input whose gradient is summed after the kernel."""
     bw = plan.derived.backward
     assert bw is not None
     pairs = [(plan.inputs[n], slot) for n, slot in zip(bw.wanted, bw.stored_in, strict=True)]
@@ -54,8 +54,11 @@ def _summed(plan: Plan) -> list[int]:
     return [slot for own, spec, slot in stored if spec is not None and spec.shape != own.shape]
 
 
-def _moved(launch: Launch | Loops, program: Program, read: Sequence[Spec], written: Sequence[Spec]) -> int:
-    """A tensor that is broadcast comes from the cache after the first time; long rows from memory each pass."""
+def _moved(launch: Launch | Loops, program: RowProgram, read: Sequence[Spec], written: Sequence[Spec]) -> int:
+    """Return the bytes that one launch moves.
+
+    A broadcast tensor is read from the cache after the first time; a long row is read from memory in each pass.
+    """
     ports = [port for _, port in program.loads]
     times = [launch.passes if port.rows and port.columns else 1 for port in ports]
     loaded = sum(spec.bytes * count for spec, count in zip(read, times, strict=True))

@@ -1,4 +1,4 @@
-"""From a region's graph and its inputs' specs to a plan: shapes, a layout, and the row programs of both directions."""
+"""Derives a plan from a region's graph and its inputs: shapes, a layout, and the row programs of both directions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fxprec.kernels.rows.program.layout import Layout, dense_strides, find_layou
 from fxprec.kernels.rows.program.row_program import Port, Store
 from fxprec.kernels.rows.program.spec import Spec
 from fxprec.kernels.rows.program.terms import Declined
-from fxprec.kernels.rows.run.plan import Derived, Plan
+from fxprec.kernels.rows.run.plan import Derived, RegionPlan
 
 
 class _Shapes(Interpreter):
-    """Runs a region's graph on meta tensors and writes down what each node gives."""
+    """Interpreter that runs a region's graph on meta tensors and notes shape, dtype and strides of each node."""
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
@@ -37,8 +37,8 @@ class _Shapes(Interpreter):
 def make_plan(
     name: str, gm: GraphModule, inputs: Sequence[Spec], device: torch.device, known: dict[Any, Derived],
     loops: bool = False,
-) -> Plan:  # fmt: skip
-    """Derive a region for some inputs.
+) -> RegionPlan:  # fmt: skip
+    """Derive the plan of a region for some inputs.
 
     Args:
         gm: its graph; each node carries ``meta["op"]``, inserted casts ``meta["inserted"]``; returns a tuple.
@@ -46,7 +46,7 @@ def make_plan(
         loops: C++ loops are to run them.
 
     Raises:
-        Declined: why row programs do not serve it.
+        Declined: row programs do not support the region for these inputs.
     """
     with torch.no_grad():
         _Shapes(gm).run(*[spec.empty(torch.device("meta")) for spec in inputs])
@@ -70,7 +70,7 @@ def make_plan(
         bw = derived.backward
         statistics = [_statistic(store, layout) for store in derived.forward.stores[len(outputs) :]]
         gradients = [_gradient(inputs[n], s, layout) for n, s in zip(bw.owners, bw.program.stores, strict=True)]
-    return Plan(
+    return RegionPlan(
         name, device, tuple(inputs), tuple(outputs), layout, derived, tuple(statistics), tuple(gradients),
         tuple(node.name for node in gm.graph.find_nodes(op="placeholder")),
         tuple(f"{node.name}_out" for node in returned), loops,
@@ -78,7 +78,10 @@ def make_plan(
 
 
 def _layout(shape: tuple[int, ...], inputs: Sequence[Spec], outputs: Sequence[Spec], reduced: int) -> Layout:
-    """What a reduction has taken dimensions from does not line up with the others' dimensions."""
+    """Find the layout for the inputs and outputs.
+
+    An output that a reduction removed dimensions from is left out: its dimensions do not line up with the others.
+    """
     whole = [*inputs, *(spec for spec in outputs if not reduced or len(spec.shape) == len(shape))]
     layout = find_layout(shape, [(spec.shape, spec.strides) for spec in whole], reduced)
     scalar = any(spec.wanted and math.prod(spec.shape) == 1 for spec in inputs)
@@ -90,7 +93,10 @@ def _layout(shape: tuple[int, ...], inputs: Sequence[Spec], outputs: Sequence[Sp
 def _derived(
     gm: GraphModule, inputs: Sequence[Spec], layout: Layout, reduced: int, known: dict[Any, Derived]
 ) -> Derived:
-    """Row programs know of sizes only which are 1, and the columns'; and of inputs which lie in memory alike."""
+    """Return the row programs, from the cache if an equal case was derived before.
+
+    Of sizes they depend only on those of the columns and on which others are 1; of strides, on which inputs are alike.
+    """
     ones = tuple((spec.dtype, spec.wanted, tuple(size == 1 for size in spec.shape)) for spec in inputs)
     lie = [(spec.shape, spec.strides) for spec in inputs]
     alike = tuple(map(lie.index, lie))
@@ -112,7 +118,10 @@ def _derive(gm: GraphModule, inputs: Sequence[Spec], layout: Layout, reduced: in
 
 
 def _port(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> Port:
-    """How a tensor that broadcasts to the layout's shape varies. Everything does along a single row or column."""
+    """Return the port of a tensor that broadcasts to the layout's shape.
+
+    Along a single row or column every tensor counts as varying, so that its gradient needs no sum.
+    """
     padded = (1,) * (len(layout.shape) - len(shape)) + tuple(shape)
     rows = [padded[d] != 1 for d in layout.row_dims]
     columns = any(padded[d] != 1 for d in layout.column_dims) or not layout.column_dims
@@ -120,7 +129,7 @@ def _port(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> Port:
 
 
 def _dense(spec: Spec, layout: Layout) -> Spec:
-    """The same in its own order where it has no gaps and no overlaps, in the layout's otherwise."""
+    """Return the spec as it is if it is dense, else with dense strides in the layout's order."""
     if is_dense(spec.shape, spec.strides):
         return spec
     return replace(spec, strides=dense_strides(layout, spec.shape + (1,) * spec.dropped)[: len(spec.shape)])
@@ -132,7 +141,7 @@ def _statistic(store: Store, layout: Layout) -> Spec:
 
 
 def _gradient(spec: Spec, store: Store, layout: Layout) -> Spec | None:
-    """As the kernel stores it, which is in full where it is summed over some of the rows afterwards."""
+    """Return the spec of a stored gradient, in full if it is summed over some rows later; None for column partials."""
     if store.partial:
         return None
     if _port(spec.shape, spec.dtype, layout).some_rows:

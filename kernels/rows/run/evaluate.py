@@ -1,4 +1,4 @@
-"""Row programs in plain torch, differentiable: what the kernels are compared with, and what double backward runs."""
+"""Evaluates row programs in plain torch ops, differentiably: the reference of the kernels, and double backward."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.rows.program.layout import Layout
-from fxprec.kernels.rows.program.row_program import Program
+from fxprec.kernels.rows.program.row_program import RowProgram
 from fxprec.kernels.rows.program.values import COMPARISONS, REDUCTIONS, Value, walk
 
 
 def evaluate(
-    program: Program,
+    program: RowProgram,
     layout: Layout,
     tensors: Sequence[Tensor],
     seeds: Tensor | None,
@@ -23,12 +23,12 @@ def evaluate(
     dtype: torch.dtype = torch.float32,
     rounds: bool = True,
 ) -> list[Tensor]:
-    """What a program stores, as rows x columns (1 where it does not vary), not yet rounded to the dtypes of its stores.
+    """Return the values of a program's stores, before their final rounding, as rows x columns (1 where constant).
 
     Args:
-        tensors: what it loads, in any layout.
+        tensors: the operands of its loads, in any memory layout.
         dtype: to compute in; float64 for a reference.
-        rounds: round what the program rounds between.
+        rounds: apply the program's intermediate roundings.
     """
     known: dict[Value, Any] = {}
     for (value, port), tensor in zip(program.loads, tensors, strict=True):
@@ -69,6 +69,7 @@ def _apply(
         return keep_mask(seeds[seed + number], layout.rows, layout.columns, p)
     if value.op == "round":
         x = arguments[0]
+        # The rounding is a constant to autograd, so that the gradient passes it in full precision.
         return (
             x + (x.to(value.attribute).to(dtype) - x).detach() if x.requires_grad else x.to(value.attribute).to(dtype)
         )
@@ -79,7 +80,7 @@ def _apply(
         return {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[value.op](x, 1, keepdim=True)
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     if value.op in COMPARISONS and not tensors[0].is_floating_point():
-        dtype = torch.int64  # of integers: exact
+        dtype = torch.int64  # exact for integers
     if value.op in _OF_TENSORS:
         arguments = [
             a if isinstance(a, Tensor) else torch.tensor(a, dtype=dtype, device=tensors[0].device) for a in arguments

@@ -1,7 +1,7 @@
-"""How the gradient of each input comes from what a backward kernel stores.
+"""Describes the step from a backward kernel's stores to the gradient of each input.
 
-Sums over rows end after the kernel: column partials of its programs are added up, and what varies along some of several
-row dimensions is summed over the others.
+Sums over rows end after the kernel: column partials of its programs are added up, and the gradient of an input that
+varies along some of several row dimensions is summed over the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxprec.kernels.rows.program.spec import Spec
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """One input's gradient.
+    """Last step of one input's gradient, after the backward kernel.
 
     Attributes:
         partial: whether it is among the column sums.
@@ -39,7 +39,7 @@ class Finish:
     summed: tuple[int, ...] = ()
 
     def shaped(self, x: Tensor) -> Tensor:
-        """The gradient in the input's shape."""
+        """Return the gradient in the input's shape, summed over the dimensions that the input lacks."""
         if self.summed:
             x = x.sum(self.summed, keepdim=True, dtype=torch.float32)
         elif self.shape is not None:
@@ -50,7 +50,7 @@ class Finish:
 def finishes(
     bw: Backward, inputs: Sequence[Spec], gradients: Sequence[Spec | None], layout: Layout
 ) -> tuple[Finish, ...]:
-    """Of each wanted input. ``gradients``: as the kernel stores them, for each of its stores."""
+    """Return the last step of each wanted input's gradient. ``gradients``: specs of the kernel's stores."""
     partial = [store.partial for store in bw.program.stores]
     numbers = [partial[:slot].count(own) for slot, own in enumerate(partial)]
     found = []
@@ -68,7 +68,7 @@ def finishes(
 
 
 def _order(spec: Spec, layout: Layout) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """Columns lie in the layout's order, which may be another than that of the input's dimensions."""
+    """Return the sizes of the columns' dimensions as stored (None: in the input's order), and their permutation."""
     missing = len(layout.shape) - len(spec.shape)
     dims = [d for d in layout.column_dims if d >= missing and spec.shape[d - missing] != 1]
     if dims == sorted(dims):

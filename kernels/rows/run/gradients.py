@@ -1,6 +1,6 @@
-"""From what a backward kernel stores to a gradient for each input, in its shape and dtype, as ``finish`` says.
+"""Turns a backward kernel's stores into a gradient for each input, in its shape and dtype, as ``finish`` describes.
 
-``eager_backward`` is the whole backward in ops that autograd knows.
+``eager_backward`` is the whole backward in ops that autograd can differentiate.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fxprec.kernels.rows.program.spec import Spec
 from fxprec.kernels.rows.run.evaluate import evaluate
 
 if TYPE_CHECKING:  # Triton is loaded when a plan is made
-    from fxprec.kernels.rows.run.plan import Plan
+    from fxprec.kernels.rows.run.plan import RegionPlan
 
 
-def finished(plan: Plan, made: Sequence[Tensor]) -> list[Tensor]:
-    """A gradient for each wanted input, in its shape and dtype, from what ``Plan.backward`` gave."""
+def finished(plan: RegionPlan, made: Sequence[Tensor]) -> list[Tensor]:
+    """Return a gradient for each wanted input, in its shape and dtype, from the results of ``RegionPlan.backward``."""
     sums: Sequence[Tensor] = ()
     if plan.backward_launch.partials is not None:
         partials = made[-1]
@@ -37,11 +37,11 @@ def finished(plan: Plan, made: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def laid_out(plan: Plan, cotangents: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of the outputs that have one, in the outputs' strides, as the kernel walks them.
+def laid_out(plan: RegionPlan, cotangents: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of the outputs that have one, in the outputs' strides and dtypes, which the kernel expects.
 
     Args:
-        cotangents: for each output; copied where it lies otherwise.
+        cotangents: one for each output; copied if its strides or dtype differ.
     """
     return [_laid(cotangents[n], plan.outputs[n]) for n in plan.backward_program.cotangents]
 
@@ -53,10 +53,10 @@ def _laid(x: Tensor, spec: Spec) -> Tensor:
 
 
 def eager_backward(
-    plan: Plan, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int,
+    plan: RegionPlan, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int,
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:  # fmt: skip
-    """The backward in plain torch ops on the saved inputs and outputs, which autograd can differentiate.
+    """Run the backward in plain torch ops on the saved inputs and outputs, which autograd can differentiate.
 
     Args:
         cotangents: for each output.
@@ -78,13 +78,13 @@ def eager_backward(
 
 
 def evaluated_backward(
-    plan: Plan, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int,
+    plan: RegionPlan, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int,
     dtype: torch.dtype, rounds: bool = True,
 ) -> list[Tensor]:  # fmt: skip
-    """What the backward program stores, as ``evaluate`` gives it, from the saved inputs and outputs.
+    """Evaluate the backward program (``evaluate``) from the saved inputs and outputs.
 
-    Statistics are computed again from these: as saved they have no history, and in another dtype than theirs a maximum
-    would equal none of the values that it is compared with.
+    Statistics are computed again from these: saved ones have no autograd history, and in another dtype than theirs a
+    maximum would equal none of the values that it is compared with.
 
     Args:
         cotangents: of the outputs that have one.
@@ -103,5 +103,5 @@ def evaluated_backward(
 
 
 def _padded(x: Tensor, spec: Spec) -> Tensor:
-    """With the dimensions that a reduction took."""
+    """Return the tensor with the dimensions, of size 1, that a reduction removed."""
     return x.reshape(x.shape + (1,) * spec.dropped) if spec.dropped else x

@@ -1,4 +1,4 @@
-"""A row program on a device: its source, compiled once for each way its operands lie, and launched.
+"""Launches a row program as a Triton kernel: source, compilation for the strides of its operands, and launch.
 
 The first launch goes through Triton, which compiles and gives back the compiled kernel; from then on that is called at
 once, without looking it up again. Triton compiles for facts about its arguments (addresses and strides that divide by
@@ -19,21 +19,21 @@ from torch import Tensor
 
 from fxprec.kernels.launch.triton_support import interpreting
 from fxprec.kernels.rows.emit.source import emit
-from fxprec.kernels.rows.emit.tiling import Form, form_of, reduction_levels
+from fxprec.kernels.rows.emit.tiling import Tiling, reduction_levels, tiling_of
 from fxprec.kernels.rows.program.layout import Layout
-from fxprec.kernels.rows.program.row_program import Program
+from fxprec.kernels.rows.program.row_program import RowProgram
 from fxprec.kernels.rows.run.walks import Placed, walks
 
 _COUNT = itertools.count()
-#: Rows that each program takes at least that goes from tile to tile, where the device is full.
+#: Fewest rows of each program that goes from tile to tile, if the device is full.
 _ROWS_EACH: Final = 16
-#: In the interpreter, whose programs run one after the other.
+#: Programs in the interpreter, which runs them one after the other.
 _INTERPRETED: Final = 3
 
 
 @dataclass(slots=True, weakref_slot=True)
 class Launch:
-    """One row program for tensors that lie in one way.
+    """Triton kernel of one row program for tensors of given strides.
 
     Attributes:
         source: of the kernel.
@@ -49,7 +49,7 @@ class Launch:
 
     name: str
     source: str
-    form: Form
+    tiling: Tiling
     grid: tuple[int, int, int]
     numbers: tuple[int, ...]
     draws: bool
@@ -72,6 +72,7 @@ class Launch:
         compiled = self._compiled.get(index)
         bits = 0
         if compiled is not None:
+            # The compiled kernel loads vectors of 16 bytes: one OR tells whether all addresses divide by 16.
             for tensor in pointers:
                 bits |= tensor.data_ptr()
         if compiled is None or bits & 15:
@@ -83,13 +84,13 @@ class Launch:
                 compiled(*arguments)
 
     def running(self, other: Launch) -> Launch:
-        """The same, whose kernel is that of ``other``: compiled once."""
+        """Return this launch with the compiled kernel of ``other``, whose source differs in names only."""
         return replace(self, kernel=(other.name, other.source), _compiled=other._compiled)
 
     def _through_triton(self, index: int, pointers: Sequence[Tensor], arguments: Sequence[Any]) -> None:
-        """The first time, and for unaligned tensors, each of which has a say of its own."""
+        """Launch by Triton: the first time, and for unaligned tensors, each of which changes the kernel."""
         kernel = built(*(self.kernel or (self.name, self.source)))[self.grid]
-        options = {"num_warps": self.form.warps, "enable_fp_fusion": self.contracts}
+        options = {"num_warps": self.tiling.warps, "enable_fp_fusion": self.contracts}
         if index < 0 or interpreting():
             kernel(*arguments, **options)
             return
@@ -103,7 +104,7 @@ class Launch:
 
 @functools.cache
 def built(name: str, source: str) -> Any:
-    """The Triton kernel of a source, which is kept where Python looks for source that is in no file."""
+    """Build the Triton kernel of a source, which ``linecache`` keeps: Triton reads a function's source text."""
     filename = f"<fxprec row program {next(_COUNT)}: {name}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     scope: dict[str, Any] = {"__name__": f"fxprec.kernels.rows.{name}"}
@@ -112,28 +113,28 @@ def built(name: str, source: str) -> Any:
 
 
 def prepare(
-    name: str, program: Program, layout: Layout,
+    name: str, program: RowProgram, layout: Layout,
     loads: Sequence[tuple[str, Placed]], stores: Sequence[tuple[str, Placed | None]], device: torch.device,
 ) -> Launch:  # fmt: skip
     """Make a launch; the arguments are those of ``walks``."""
     walked = walks(program, layout, loads, stores)
-    form = form_of(program, layout.flat, layout.rows, walked.dimensions, walked.wide)
-    source = emit(name, program, form, walked.loads, walked.stores, walked.dimensions, walked.strides)
+    tiling = tiling_of(program, layout.flat, layout.rows, walked.dimensions, walked.wide)
+    source = emit(name, program, tiling, walked.loads, walked.stores, walked.dimensions, walked.strides)
     rows, columns = layout.rows, layout.columns
-    down, across = form.down(rows, columns, _resident(device, rows, form.resident)), form.across(columns)
+    down, across = tiling.down(rows, columns, _resident(device, rows, tiling.resident)), tiling.across(columns)
     width = program.partial_width
     return Launch(
-        name, source, form, (down * across, 1, 1), walked.numbers,
+        name, source, tiling, (down * across, 1, 1), walked.numbers,
         draws=any(value.op == "keep" for value in program.values),
         partials=(down, width) if width else None,
-        passes=1 + len(reduction_levels(program)) if form.kind == "loop" else 1,
+        passes=1 + len(reduction_levels(program)) if tiling.kind == "loop" else 1,
         wide=columns % 8 == 0 and walked.wide,
-        contracts=not program.decides,  # each kernel would contract other products: the same bits come of none
+        contracts=not program.decides,  # forward and backward would contract other products
     )  # fmt: skip
 
 
 def _resident(device: torch.device, rows: int, each: int) -> int:
-    """Programs that go from tile to tile: ``each`` a multiprocessor, few enough that their partials are no traffic."""
+    """Return the number of persistent programs: ``each`` a multiprocessor, and few, since each writes partials."""
     if device.type != "cuda" or interpreting():
         return _INTERPRETED
     processors = _multiprocessors(device.index or 0)

@@ -1,4 +1,4 @@
-"""A row program on a CPU: compiled C++ loops (``emit.loops``) with the tensors of one call."""
+"""Runs a row program on a CPU: compiles its C++ loops (``emit.loops``), and calls them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.rows.emit.loops import FUNCTION, emit_loops
 from fxprec.kernels.rows.emit.tiling import reduction_levels
 from fxprec.kernels.rows.program.layout import Layout
-from fxprec.kernels.rows.program.row_program import Program
+from fxprec.kernels.rows.program.row_program import RowProgram
 from fxprec.kernels.rows.program.spec import Spec
 from fxprec.kernels.rows.run.walks import Placed, walks
 
@@ -29,11 +29,11 @@ _TASKS: Final = 16
 
 @dataclass(slots=True)
 class Loops:
-    """One row program for tensors that lie in one way.
+    """Compiled loops of one row program for tensors of given strides.
 
     Attributes:
         source: C++.
-        tasks: what threads share.
+        tasks: pieces of work that threads share.
         tensors: how many are loaded and stored.
         partials: shape of the partial sums, which a second stage adds up over the first dimension; None without any.
         passes: how often a row is read.
@@ -48,7 +48,7 @@ class Loops:
     _function: Callable[..., None] | None = field(default=None)
 
     def __call__(self, tensors: Sequence[Tensor], seeds: Tensor | None, seed: int, partials: Tensor | None) -> None:
-        """Run, with torch's number of threads. ``tensors``: what is loaded, then what is stored; nothing is drawn."""
+        """Run with torch's number of threads. ``tensors``: loads, then stores. Loops have no dropout, so no seeds."""
         function = self._function or self._compiled()
         pointers = (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
         sums = None if partials is None else partials.data_ptr()
@@ -60,7 +60,7 @@ class Loops:
         return function
 
     def run_of(self, stores: Sequence[Spec], single: bool) -> Run:
-        """What takes the tensors that are loaded, and gives those that are stored; ``single``: the only one, alone."""
+        """Return a function from the loaded tensors to the stored ones; ``single``: to the only one, not in a tuple."""
         function, numbers, tasks = self._function or self._compiled(), self._numbers, self.tasks
         array = ctypes.c_void_p * self.tensors
         makings = [(spec.shape, spec.strides, spec.dtype) for spec in stores]
@@ -75,13 +75,13 @@ class Loops:
 
 
 def prepare_loops(
-    program: Program, layout: Layout,
+    program: RowProgram, layout: Layout,
     loads: Sequence[tuple[str, Placed]], stores: Sequence[tuple[str, Placed | None]],
 ) -> Loops:  # fmt: skip
-    """The loops of a program; the arguments are those of ``walks``.
+    """Prepare the loops of a program; the arguments are those of ``walks``.
 
     Raises:
-        Declined: what loops do not serve.
+        Declined: loops do not support the program.
     """
     walked = walks(program, layout, loads, stores)
     source = emit_loops(

@@ -1,4 +1,4 @@
-"""The launches of regions as torch ops, for dispatch modes and fake tensors to see; otherwise the launches themselves.
+"""Wraps the launches of regions in torch ops, which dispatch modes and fake tensors can see.
 
 A plan is named by its number, which holds in this process only: compilers and exporters get a region's own ops instead.
 """
@@ -15,13 +15,13 @@ _PLANS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def number(plan: Any) -> int:
-    """What names a ``Plan`` in a call of the ops, for as long as it lives."""
+    """Return the number that stands for a ``RegionPlan`` in calls of the ops, for as long as the plan is alive."""
     _PLANS[id(plan)] = plan
     return id(plan)
 
 
 def plan_of(number: int) -> Any:
-    """The ``Plan`` that a call of the ops names."""
+    """Return the ``RegionPlan`` that a number stands for."""
     return _PLANS[number]
 
 

@@ -1,4 +1,4 @@
-"""What a region does for inputs of given shapes, strides and dtypes: two kernels, and what they read and write.
+"""Defines the plan of a region for inputs of given shapes, strides and dtypes: two kernels and their tensors.
 
 ``derive.make_plan`` makes one. Two calls whose inputs differ in the number of rows alone share their row programs; only
 the launches are made anew.
@@ -18,7 +18,7 @@ from torch import Tensor
 from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.observers import ANY_MODE, watcher
 from fxprec.kernels.rows.program.layout import Layout, place
-from fxprec.kernels.rows.program.row_program import Backward, Program
+from fxprec.kernels.rows.program.row_program import Backward, RowProgram
 from fxprec.kernels.rows.program.spec import Spec
 from fxprec.kernels.rows.run import ops
 from fxprec.kernels.rows.run.finish import Finish, finishes
@@ -33,22 +33,22 @@ class Derived:
     """Row programs of one region, for all numbers of rows.
 
     Attributes:
-        launches: the first of each program and way that tensors lie: those of equal layers, whose sources differ in
-            names, run the kernel that was compiled for it.
+        launches: the first launch of each program and strides. Equal layers, whose sources differ in names only, run
+            the kernel that was compiled for it.
     """
 
-    forward: Program
+    forward: RowProgram
     backward: Backward | None
     launches: weakref.WeakValueDictionary[Any, Launch] = field(default_factory=weakref.WeakValueDictionary, repr=False)
 
 
 @dataclass(eq=False)
-class Plan:
-    """A region for given inputs on a device.
+class RegionPlan:
+    """Kernels of a region for given inputs on a device.
 
     Attributes:
-        outputs: what the forward gives.
-        statistics: FP32 tensors that it keeps for the backward besides.
+        outputs: of the forward.
+        statistics: FP32 tensors that the forward saves for the backward besides.
         gradients: as the backward stores them, for each of its stores; None for column partials.
         loops: C++ loops run the row programs; else Triton.
     """
@@ -67,37 +67,37 @@ class Plan:
 
     @property
     def backward_program(self) -> Backward:
-        """Of inputs that want gradients."""
+        """Backward of the inputs that require gradients, which exist."""
         assert self.derived.backward is not None
         return self.derived.backward
 
     @functools.cached_property
     def keeps(self) -> tuple[tuple[str, int], ...]:
-        """("input" | "output" | "statistic", number) of what a forward keeps for the backward."""
+        """("input" | "output" | "statistic", number) of each tensor that a forward saves for the backward."""
         bw = self.derived.backward
         return () if bw is None else (*bw.saved, *(source for _, source in bw.also))
 
     @functools.cached_property
     def kept(self) -> tuple[int, ...]:
-        """The same as places among the inputs and what ``forward`` gives, one after the other."""
+        """Positions of the saved tensors in the list of all inputs and results of ``forward``."""
         first = {"input": 0, "output": len(self.inputs), "statistic": len(self.inputs) + len(self.outputs)}
         return tuple(first[kind] + n for kind, n in self.keeps)
 
     @functools.cached_property
     def finishes(self) -> tuple[Finish, ...]:
-        """How each wanted input's gradient comes from what ``backward`` gives."""
+        """Last step of each wanted input's gradient, after ``backward``."""
         return finishes(self.backward_program, self.inputs, self.gradients, self.layout)
 
     @functools.cached_property
     def partial_widths(self) -> tuple[int, ...]:
-        """Columns of each of the column sums."""
+        """Number of columns of each column sum."""
         program = self.backward_program.program
         return tuple(program.columns if store.columns else 1 for store in program.stores if store.partial)
 
     # -- running -----------------------------------------------------------------------------------------------------
 
     def launch_forward(self, inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool) -> list[Tensor]:
-        """``forward``, as an op where a dispatch mode is to see it."""
+        """Run ``forward``, as a torch op if a dispatch mode is active, which must see it."""
         if watcher(ANY_MODE) is not None:
             return torch.ops.fxprec.region_forward(list(inputs), seeds, seed, keep, ops.number(self))
         return self.forward(inputs, seeds, seed, keep)
@@ -105,20 +105,20 @@ class Plan:
     def launch_backward(
         self, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int
     ) -> list[Tensor]:
-        """``backward``, likewise."""
+        """Run ``backward``, as a torch op if a dispatch mode is active."""
         if watcher(ANY_MODE) is not None:
             return torch.ops.fxprec.region_backward(list(saved), list(cotangents), seeds, seed, ops.number(self))
         return self.backward(saved, cotangents, seeds, seed)
 
     def forward(self, inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool) -> list[Tensor]:
-        """Outputs, and with ``keep`` the statistics."""
+        """Run the forward kernel; return the outputs, and with ``keep`` the statistics."""
         made = self.empty_results(keep)
         launch = self.forward_launch if keep else self.inference_launch
         launch([*inputs, *made], seeds, seed, None)
         return made
 
     def run_for(self, single: bool) -> Run | None:
-        """What takes inputs and gives outputs (``single``: the one, alone), of loops where no gradient is wanted."""
+        """Return a function from inputs to outputs (``single``: to the only one), if loops run without a gradient."""
         if self.derived.backward is not None or not self.loops:
             return None
         launch: Any = self.inference_launch
@@ -127,11 +127,11 @@ class Plan:
     def backward(
         self, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int
     ) -> list[Tensor]:
-        """What the backward kernel stores: gradients that are no column partials, then the partials of the others.
+        """Run the backward kernel; return gradients that are no column partials, then the partials of the others.
 
         Args:
-            saved: of ``keeps``.
-            cotangents: as ``laid_out`` gives them.
+            saved: the tensors of ``keeps``.
+            cotangents: as ``laid_out`` returns them.
         """
         made, launch = self.empty_gradients(), self.backward_launch
         read = saved[: len(self.backward_program.saved)]
@@ -142,35 +142,35 @@ class Plan:
         return made
 
     def empty_results(self, keep: bool) -> list[Tensor]:
-        """What ``forward`` gives, without numbers."""
+        """Allocate the results of ``forward``."""
         device = self.device
         made = [spec.empty(device) for spec in self.outputs]
         return made + [spec.empty(device) for spec in self.statistics] if keep else made
 
     def empty_gradients(self) -> list[Tensor]:
-        """What ``backward`` gives, without numbers."""
+        """Allocate the results of ``backward``."""
         made = [spec.empty(self.device) for spec in self.gradients if spec is not None]
         partials = self.backward_launch.partials
         return [*made, torch.empty(partials, dtype=torch.float32, device=self.device)] if partials else made
 
-    # -- launches, each made when it is first wanted -----------------------------------------------------------------
+    # -- launches, each made when it is first needed -----------------------------------------------------------------
 
     @functools.cached_property
     def inference_launch(self) -> Launch | Loops:
-        """Of the forward where no gradient will be asked for."""
+        """Launch of the forward without statistics, for inputs that need no gradient."""
         program = self.derived.forward
         stores = program.stores[: len(self.outputs)]
-        alone = Program(program.loads, stores, program.seeds, program.columns)
+        alone = RowProgram(program.loads, stores, program.seeds, program.columns)
         return self._forward_launch("inference", alone, self.outputs)
 
     @functools.cached_property
     def forward_launch(self) -> Launch | Loops:
-        """Of the forward, with statistics."""
+        """Launch of the forward that also stores the statistics."""
         return self._forward_launch("forward", self.derived.forward, (*self.outputs, *self.statistics))
 
     @functools.cached_property
     def backward_launch(self) -> Launch | Loops:
-        """Of the backward."""
+        """Launch of the backward."""
         bw = self.backward_program
         read = [*(self.saved(kind, n) for kind, n in bw.saved)]
         read += [(f"grad_{self.output_names[n]}", self.outputs[n]) for n in bw.cotangents]
@@ -178,18 +178,18 @@ class Plan:
         return self._prepared("backward", f"{self.name}_backward", bw.program, read, write)
 
     def saved(self, kind: str, n: int) -> tuple[str, Spec]:
-        """Name and spec of one of ``keeps``."""
+        """Return the name and spec of one of ``keeps``."""
         if kind == "input":
             return self.input_names[n], self.inputs[n]
         return (self.output_names[n], self.outputs[n]) if kind == "output" else (f"statistic_{n}", self.statistics[n])
 
-    def _forward_launch(self, kind: str, program: Program, stores: Sequence[Spec]) -> Launch | Loops:
+    def _forward_launch(self, kind: str, program: RowProgram, stores: Sequence[Spec]) -> Launch | Loops:
         names = [*self.output_names, *(f"statistic_{n}" for n in range(len(self.statistics)))]
         read = [*zip(self.input_names, self.inputs, strict=True)]
         return self._prepared(kind, self.name, program, read, [*zip(names, stores, strict=False)])
 
     def _prepared(
-        self, kind: str, name: str, program: Program,
+        self, kind: str, name: str, program: RowProgram,
         read: Sequence[tuple[str, Spec]], write: Sequence[tuple[str, Spec | None]],
     ) -> Launch | Loops:  # fmt: skip
         def placed(spec: Spec) -> tuple[list[int], int]:
@@ -210,10 +210,10 @@ class Plan:
         first = self.derived.launches.setdefault((kind, self.device, self.layout, lie), launch)
         return launch if first is launch else launch.running(first)
 
-    # -- what they are -----------------------------------------------------------------------------------------------
+    # -- inspection -----------------------------------------------------------------------------------------------
 
     def launches(self) -> list[tuple[Launch | Loops, list[torch.dtype]]]:
-        """What a forward and a backward launch, each with the dtypes of its tensors."""
+        """Return the launches of a forward and a backward, each with the dtypes of its tensors."""
         bw = self.derived.backward
         if bw is None:
             return [(self.inference_launch, [spec.dtype for spec in (*self.inputs, *self.outputs)])]

@@ -1,9 +1,9 @@
-"""A fused region: one module of a rewritten graph, which runs as one kernel forward and one backward.
+"""Runs a fused region: one module of a rewritten graph that is one kernel forward and one backward.
 
 Its graph stays as it was before fusion, and can be printed and run. For the inputs of a call a plan is looked up by
-their shapes, strides and dtypes, or made: Triton kernels, or on a CPU compiled loops. Where row programs do not serve
-(float64, a layout), where loops do not pay, or where a compiler is to see the ops, the graph itself runs, op by op;
-``path`` and ``reason`` say so.
+their shapes, strides and dtypes, or made: Triton kernels, or on a CPU compiled loops. If row programs do not support
+them (float64, a layout), loops do not pay, or a compiler must see the ops, the graph itself runs, op by op. ``path``
+and ``reason`` tell.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.observers import COMPILER, DUAL, PROXY, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.rows.program.structure import structure_of
 from fxprec.kernels.rows.program.terms import Declined
-from fxprec.kernels.rows.run.gains import LoopPrices, TooDear, check_gain
+from fxprec.kernels.rows.run.gains import LoopPrices, SlowerThanOps, check_gain
 from fxprec.kernels.rows.run.gradients import eager_backward, finished, laid_out
 from fxprec.kernels.torch_internals import FakeTensor, disable_current_modes
 
 if TYPE_CHECKING:
-    from fxprec.kernels.rows.run.plan import Plan
+    from fxprec.kernels.rows.run.plan import RegionPlan
 
-#: What fused regions run as.
+#: Kernels that fused regions run as.
 RegionKernels: TypeAlias = Literal["triton", "loops", "aten"]
 _PLAIN: Final = frozenset({Tensor, nn.Parameter})
 #: Plans of a region. A model that calls it with ever new shapes keeps the latest.
@@ -39,16 +39,16 @@ _DERIVED: dict[str, dict[Any, Any]] = {}
 
 
 class FusedRegion(nn.Module):
-    """One fused region of a rewritten graph.
+    """Module of a rewritten graph that runs a group of its nodes as one kernel.
 
     Attributes:
-        name: what it holds, such as ``fused_add_layer_norm``.
+        name: of its ops, such as ``fused_add_layer_norm``.
         graph_module: its nodes, as they were in the graph; returns a tuple.
-        draws: how many dropouts it has; the last argument of a call is then the tensor of seeds.
-        seed: place of its first seed there.
-        kernels: what row programs become; "aten": nothing, the ops run one by one.
-        prices: by which a loop serves only where it takes less time than the ops; None: wherever it can.
-        path: what ran last: "triton", "loops", "aten", or "" before the first call.
+        draws: number of dropouts; if there are any, the last argument of a call is the tensor of seeds.
+        seed: index of its first seed there.
+        kernels: form that row programs are compiled to; "aten": none, the ops run one by one.
+        prices: a loop runs only if it is faster than the ops by these; None: wherever it can.
+        path: kernels that ran last: "triton", "loops", "aten", or "" before the first call.
         reason: why, in one clause.
     """
 
@@ -65,12 +65,12 @@ class FusedRegion(nn.Module):
         self.path, self.reason = "", "not called yet"
         self._reads = len(graph_module.graph.find_nodes(op="placeholder"))
         self.single = len(graph_module.graph.output_node().args[0]) == 1  # type: ignore[arg-type]
-        self._plans: dict[Any, Plan | str] = {}
+        self._plans: dict[Any, RegionPlan | str] = {}
         self._dear: dict[Any, str] = {}
         self._largest = 0
 
     def forward(self, *inputs: Any) -> Any:
-        """Run for these inputs: tensors in the order of the graph's, and the seeds where there are dropouts."""
+        """Run the region on the inputs of its graph, followed by the seeds if it has dropouts."""
         if self._dear and not torch.compiler.is_compiling():
             found = self._dear.get(_size(inputs, self._largest))
             if found is not None:
@@ -106,18 +106,18 @@ class FusedRegion(nn.Module):
         return results[0] if self.single else results
 
     def as_ops(self, *inputs: Any) -> Any:
-        """What ``forward`` gives, op by op: for a trace that fuses anew. Dropouts draw their own random numbers."""
+        """Run the region op by op, for a trace that is to fuse anew. Dropouts draw their own random numbers."""
         return self._results(inputs[: self._reads])
 
     def note_path(self, *inputs: Tensor) -> None:
-        """That what ``run_for`` gave for inputs like these runs now."""
+        """Set ``path`` and ``reason`` before the function that ``run_for`` returned for inputs like these runs."""
         plan = self._plans.get(_key(inputs, torch.is_grad_enabled()), "")
         self.path, self.reason = ("aten", plan) if isinstance(plan, str) else (self.kernels, "")
 
     def run_for(self, *inputs: Tensor) -> Run | None:
-        """What runs for inputs that lie like these, on a CPU, where nobody looks on and no gradient is wanted.
+        """Return the function to run for inputs of these shapes and strides on a CPU, or None: ``forward`` must run.
 
-        None: ``forward``, as for inputs that it has not seen yet.
+        It is None before the first such call, under a tracer, and where a gradient is wanted.
         """
         plan = self._plans.get(_key(inputs, torch.is_grad_enabled()))
         if plan is None or self.draws or self.kernels != "loops" or _watcher(inputs):
@@ -125,7 +125,7 @@ class FusedRegion(nn.Module):
         return self._exact if isinstance(plan, str) else plan.run_for(self.single)
 
     def _exact(self, *inputs: Any) -> Any:
-        """Op by op; of an exact graph module without what asks whether somebody traces."""
+        """Run op by op; past an exact graph module's wrapper, which asks whether a tracer is active."""
         forward: Any = type(self.graph_module).forward
         results = getattr(forward, "__wrapped__", forward)(self.graph_module, *inputs)
         return results[0] if self.single else results
@@ -134,11 +134,11 @@ class FusedRegion(nn.Module):
         results = self.graph_module.forward(*inputs)
         return results[0] if self.single else results
 
-    def _plan(self, key: Any, inputs: Sequence[Any], recording: bool) -> Plan | str:
+    def _plan(self, key: Any, inputs: Sequence[Any], recording: bool) -> RegionPlan | str:
         with _LOCK:
             try:
-                plan: Plan | str = self._made(inputs, recording)
-            except TooDear as reason:
+                plan: RegionPlan | str = self._made(inputs, recording)
+            except SlowerThanOps as reason:
                 plan = str(reason)
                 self._remember(inputs, plan)
             except Declined as reason:
@@ -149,17 +149,17 @@ class FusedRegion(nn.Module):
         return plan
 
     def _remember(self, inputs: Sequence[Tensor], reason: str) -> None:
-        """That op by op takes less time for inputs of this size: the next call asks nothing else.
+        """Note that the ops are faster for inputs of this size, so that the next call asks nothing else.
 
-        What looks into a region counts as much as what it gains, where sizes are small; the ops serve whoever looks on,
-        and tensors that lie in another way.
+        For small sizes the lookup of a plan costs as much as a loop gains. The ops are right under any tracer and for
+        any strides, so the size alone may decide.
         """
         self._largest = max(range(len(inputs)), key=lambda number: inputs[number].numel())
         while len(self._dear) >= _MOST_PLANS:
             del self._dear[next(iter(self._dear))]
         self._dear[_size(inputs, self._largest)] = reason
 
-    def _made(self, inputs: Sequence[Any], recording: bool) -> Plan:
+    def _made(self, inputs: Sequence[Any], recording: bool) -> RegionPlan:
         from fxprec.kernels.rows.program.spec import Spec
         from fxprec.kernels.rows.run.derive import make_plan
 
@@ -180,12 +180,12 @@ class FusedRegion(nn.Module):
         return plan
 
     @property
-    def plans(self) -> tuple[Plan, ...]:
-        """What was derived so far, for each pattern of inputs."""
+    def plans(self) -> tuple[RegionPlan, ...]:
+        """Plans derived so far, one for each pattern of inputs."""
         return tuple(plan for plan in self._plans.values() if not isinstance(plan, str))
 
     def __dir__(self) -> list[str]:
-        """Without ``source`` where there is none yet: torch.jit reads whatever is here."""
+        """Return the attributes without ``source`` before there is any: torch.jit reads every attribute listed here."""
         return [name for name in super().__dir__() if name != "source" or self.plans]
 
     @property
@@ -223,12 +223,12 @@ class FusedRegion(nn.Module):
 
 
 def _key(inputs: Sequence[Tensor], recording: bool) -> Any:
-    """What a plan serves."""
+    """Return the properties of inputs that a plan is made for."""
     return (recording, *[(x.shape, x.stride(), x.dtype, x.requires_grad, x.device) for x in inputs])
 
 
 def _size(inputs: Sequence[Any], largest: int) -> Any:
-    """What decides whether a loop pays: sizes, and whether a backward follows; None of what is no plain tensor."""
+    """Return the shape and whether a backward follows, which decide if a loop pays; None for tensor subclasses."""
     x = inputs[largest]
     if type(x) not in _PLAIN:
         return None
@@ -236,7 +236,7 @@ def _size(inputs: Sequence[Any], largest: int) -> Any:
 
 
 def _check_device(device: torch.device, loops: bool) -> None:
-    """Raise ``Declined`` where the kernels do not run."""
+    """Raise ``Declined`` if the kernels do not run on the device."""
     if loops:
         if device.type != "cpu":
             raise Declined(f"C++ loops do not run on '{device.type}'")
@@ -250,7 +250,7 @@ def _check_device(device: torch.device, loops: bool) -> None:
 
 
 def _watcher(inputs: Sequence[Any]) -> str:
-    """Who must see the ops themselves; "" for nobody. Fake tensors and other dispatch modes see the kernels as ops."""
+    """Return who must see the ops one by one, or "". Fake tensors and other dispatch modes see the kernels as ops."""
     seen_by = watcher(COMPILER, TRANSFORM, DUAL, SCRIPT, PROXY)
     if seen_by is not None:
         return f"{seen_by.name} sees the ops"
@@ -263,10 +263,12 @@ def _watcher(inputs: Sequence[Any]) -> str:
 
 
 class _Run(torch.autograd.Function):
-    """The forward kernel, which keeps what the backward kernel starts from."""
+    """Autograd function of a region: the forward kernel saves the tensors that the backward kernel loads."""
 
     @staticmethod
-    def forward(ctx: Any, region: FusedRegion, plan: Plan, seeds: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, region: FusedRegion, plan: RegionPlan, seeds: Tensor | None, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         made = plan.launch_forward(inputs, seeds, region.seed, True)
         there = (*inputs, *made)
         ctx.save_for_backward(*[there[place] for place in plan.kept])

@@ -1,4 +1,4 @@
-"""How a kernel walks its tensors: pointers with a stride for each row dimension and for the columns, as arguments."""
+"""Finds the pointer and stride arguments of a kernel: for each tensor a stride by row dimension and by column."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fxprec.kernels.rows.emit.addresses import Access
-from fxprec.kernels.rows.program.layout import Layout, Place, merged
-from fxprec.kernels.rows.program.row_program import Program
+from fxprec.kernels.rows.program.layout import Layout, Strides, merged
+from fxprec.kernels.rows.program.row_program import RowProgram
 
-#: Where a tensor lies, as ``layout.place`` gives it.
+#: Strides of a tensor along each row dimension and along the columns, as ``layout.place`` returns them.
 Placed: TypeAlias = tuple[list[int], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Walks:
-    """Of one kernel.
+    """Pointers and integer arguments of one kernel.
 
     Attributes:
-        loads, stores: (name of the pointer, how it is walked) of each tensor, in the program's order.
+        loads, stores: (name of the pointer, strides) of each tensor, in the program's order.
         dimensions: how many row dimensions there are.
         strides: names of the stride arguments.
         numbers: the integer arguments: rows (of a flat program columns), sizes of all row dimensions but the outermost,
@@ -36,9 +36,12 @@ class Walks:
 
 
 def walks(
-    program: Program, layout: Layout, loads: Sequence[tuple[str, Placed]], stores: Sequence[tuple[str, Placed | None]]
+    program: RowProgram,
+    layout: Layout,
+    loads: Sequence[tuple[str, Placed]],
+    stores: Sequence[tuple[str, Placed | None]],
 ) -> Walks:
-    """Find them.
+    """Find the pointers and integer arguments of a kernel.
 
     Args:
         loads, stores: name and place of each tensor, in the program's order; partial stores have no place.
@@ -65,7 +68,7 @@ def walks(
 
 
 def _unique(name: str, taken: set[str]) -> str:
-    """A graph may have an input and an output whose tensors' names come out the same."""
+    """Return a name not taken yet: an input and an output of a graph may come to the same name."""
     number, own = 2, name
     while own in taken:
         own = f"{name}_{number}"
@@ -74,8 +77,8 @@ def _unique(name: str, taken: set[str]) -> str:
     return own
 
 
-def _access(tensor: str, place: Place, rows: bool, columns: bool, layout: Layout, strides: dict[str, int]) -> Access:
-    """How the kernel walks a tensor; adds those of its strides that become arguments."""
+def _access(tensor: str, place: Strides, rows: bool, columns: bool, layout: Layout, strides: dict[str, int]) -> Access:
+    """Return the strides of a tensor as the kernel writes them; add those that become arguments to ``strides``."""
 
     def named(stride: int, label: str, varies: bool) -> str:
         if not stride or not varies:

@@ -22,7 +22,7 @@ from fxprec.capture.symbolic.trace import trace_static
 from fxprec.kernels.rows.program.spec import spec_of
 from fxprec.kernels.rows.run.accounting import bytes_moved
 from fxprec.kernels.rows.run.derive import make_plan
-from fxprec.kernels.rows.run.plan import Plan
+from fxprec.kernels.rows.run.plan import RegionPlan
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.insert_casts import actual_dtype
 from fxprec.programs.shapes import propagate_shapes
@@ -144,7 +144,7 @@ def test_equal_layers_are_derived_once(device: str) -> None:
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-def plans(tools: Any, module: nn.Module, *inputs: Tensor) -> list[Plan]:
+def plans(tools: Any, module: nn.Module, *inputs: Tensor) -> list[RegionPlan]:
     """Of the regions of a module, for CUDA."""
     gm = trace_static(module, tuple("xyz"[: len(inputs)]), {}).gm
     assert propagate_shapes(gm, inputs)

@@ -95,7 +95,7 @@ def test_the_second_launch_does_not_ask_triton(triton: Triton) -> None:
     launch(others, None, 0, None)
     launch(others, None, 0, None)
     grid = (2, 1, 1)  # of 32 rows: those of 12 columns are read one by one
-    assert triton.looked_up == [(grid, (*tensors, 40), launch.form.warps)]
+    assert triton.looked_up == [(grid, (*tensors, 40), launch.tiling.warps)]
     assert triton.direct == [(grid, (*others, 40))] * 2
 
 
@@ -197,6 +197,6 @@ def test_programs_that_add_up_columns_fill_the_device_and_no_more(rows: int, pro
     x = torch.empty(rows, 2048, device="meta").requires_grad_()
     plan = tools.plan_of(lambda x, b: F.layer_norm(x, (2048,), b), x, leaf(2048), device=device)
     if torch.cuda.is_available() and programs > 100:
-        programs = kernel._resident(device, rows, plan.backward_launch.form.resident)
+        programs = kernel._resident(device, rows, plan.backward_launch.tiling.resident)
     assert plan.backward_launch.partials == (programs, 2048) and plan.backward_launch.grid == (programs, 1, 1)
     assert plan.forward_launch.grid == (rows, 1, 1)

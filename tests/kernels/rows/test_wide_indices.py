@@ -50,7 +50,7 @@ def test_no_index_leaves_its_type(case: str) -> None:
     function, specs, kind = CASES[case]
     plan = make_plan("fused", tools.graph_of(function), specs, tools.CPU, {})
     for launch, dtypes in plan.launches():
-        assert launch.form.kind == kind and launch.grid[0] < 2**31
+        assert launch.tiling.kind == kind and launch.grid[0] < 2**31
         ir = kernel_tools.compiled_launch(launch, dtypes, 90).ttir
         names = re.findall(r"(%\w+): (?:i64|i32)", next(line for line in ir.splitlines() if "tt.func public" in line))
         numbers = [number for number in launch.numbers if number != 1]

@@ -95,7 +95,7 @@ def test_no_spills_and_wide_accesses(model: str, architecture: int) -> None:
     print(f"\n{'kernel':50} registers  shared  form")
     for launch, dtypes in launches(model):
         found = tools.compiled_launch(launch, dtypes, architecture)
-        form = launch.form
+        form = launch.tiling
         print(f"{launch.name:50} {found.registers:9} {found.shared:7}  {form.kind} {form.rows} x {form.block}")
         # Below its limit ptxas may keep a number or two in memory, of its own choice, for more warps at one time.
         assert found.spills <= (8 if found.registers <= 128 else 0), launch.name
@@ -119,7 +119,7 @@ def test_norms_do_not_spill_up_to_the_longest_tile(norm: Any, columns: int) -> N
     for launch, dtypes in plan.launches():
         found = tools.compiled_launch(launch, dtypes, 90)
         # As above; Triton 3.6's ptxas keeps four numbers of a row's loop so, with 80 registers.
-        assert found.spills <= (16 if found.registers <= 128 else 0), (launch.name, launch.form, found.spills)
+        assert found.spills <= (16 if found.registers <= 128 else 0), (launch.name, launch.tiling, found.spills)
 
 
 @pytest.mark.parametrize("model", MODELS)

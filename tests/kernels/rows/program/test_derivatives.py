@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fxprec.kernels.rows.program.derivatives import _RULES, gradients
 from fxprec.kernels.rows.program.layout import Layout
-from fxprec.kernels.rows.program.row_program import Port, Program, Store
+from fxprec.kernels.rows.program.row_program import Port, RowProgram, Store
 from fxprec.kernels.rows.program.values import BOOLEAN, Builder, Operand, Value
 from fxprec.kernels.rows.run.evaluate import evaluate
 
@@ -21,7 +21,7 @@ SHAPES = {"full": (3, 4), "columns": (1, 4), "rows": (3, 1), "scalar": (1, 1)}
 def run(b: Builder, results: list[Operand], loads: list[tuple[Value, Tensor]]) -> list[Tensor]:
     """What the results are, in float64."""
     ports = tuple((value, Port(FP32, value.rows, value.columns)) for value, _ in loads)
-    program = Program(ports, tuple(Store(r, FP32, True, True) for r in results), 0, 4)
+    program = RowProgram(ports, tuple(Store(r, FP32, True, True) for r in results), 0, 4)
     return evaluate(program, LAYOUT, [tensor for _, tensor in loads], None, 0, FP64)
 
 

@@ -120,7 +120,7 @@ def test_reductions_of_a_loop_are_found_by_level() -> None:
 )
 def test_tiles_without_partials(function: Any, shapes: list[tuple[int, ...]], kind: str, rows: int, block: int) -> None:
     plan = tools.plan_of(function, torch.zeros(shapes[0]), *[leaf(*shape) for shape in shapes[1:]])
-    form, columns = plan.inference_launch.form, plan.layout.columns
+    form, columns = plan.inference_launch.tiling, plan.layout.columns
     assert (form.kind, form.rows, form.block) == (kind, rows, block)
     assert plan.inference_launch.grid == (form.down(plan.layout.rows, columns, 99) * form.across(columns), 1, 1)
     tiles = plan.inference_launch.grid[0] * form.rows * form.block
@@ -137,7 +137,7 @@ def test_tiles_without_partials(function: Any, shapes: list[tuple[int, ...]], ki
 )  # fmt: skip
 def test_tiles_of_a_norm_with_partials(columns: int, kind: str, rows: int, block: int, warps: int, stages: int) -> None:
     plan = tools.plan_of(lambda x, w: F.layer_norm(x, (columns,), w), leaf(9000, columns), leaf(columns))
-    form = plan.backward_launch.form
+    form = plan.backward_launch.tiling
     assert (form.kind, form.rows, form.block, form.warps, form.stages) == (kind, rows, block, warps, stages)
     assert form.persistent and ("num_stages=3" in plan.backward_launch.source) is (stages == 3)
 
@@ -147,5 +147,5 @@ def test_tiles_of_a_norm_with_partials(columns: int, kind: str, rows: int, block
 )
 def test_blocks_with_partials_are_one_row_of_many_programs(columns: int, block: int, warps: int) -> None:
     plan = tools.plan_of(lambda x, b: F.silu(x + b), leaf(9000, columns), leaf(columns))
-    form = plan.backward_launch.form
+    form = plan.backward_launch.tiling
     assert (form.kind, form.rows, form.block, form.warps, form.stages) == ("blocks", 1, block, warps, 3)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxprec.kernels.launch.philox import keep_mask
 from fxprec.kernels.rows.program.layout import Layout
-from fxprec.kernels.rows.program.row_program import Port, Program, Store
+from fxprec.kernels.rows.program.row_program import Port, RowProgram, Store
 from fxprec.kernels.rows.program.values import Builder, Operand, Value
 from fxprec.kernels.rows.run.evaluate import evaluate
 
@@ -22,7 +22,7 @@ X = torch.tensor([[1.0, -2.0, 0.5], [3.0, 0.0, -1.0]])
 def run(b: Builder, stores: list[Store], loads: list[tuple[Value, Tensor]], dtype: torch.dtype = FP32) -> list[Tensor]:
     ports = tuple((value, Port(tensor.dtype, value.rows, value.columns)) for value, tensor in loads)
     seeds = torch.tensor([5, 6, 7])
-    return evaluate(Program(ports, tuple(stores), 1, 3), LAYOUT, [t for _, t in loads], seeds, 1, dtype)
+    return evaluate(RowProgram(ports, tuple(stores), 1, 3), LAYOUT, [t for _, t in loads], seeds, 1, dtype)
 
 
 def full(value: Operand) -> Store:

@@ -96,7 +96,7 @@ def test_rows_longer_than_a_tile(device: str) -> None:
     columns = 20000
     weights = [leaf(columns, device=device), leaf(columns, device=device)]
     region = check(lambda x, w, b: F.layer_norm(x, (20000,), w, b), leaf(4, columns, device=device), *weights)
-    assert region.plans[-1].backward_launch.form.kind == "loop"
+    assert region.plans[-1].backward_launch.tiling.kind == "loop"
     check(lambda x: F.softmax(x * 2, -1), leaf(2, columns, dtype=torch.float16, device=device))
     check(lambda x: x - x.amax(-1, keepdim=True), leaf(2, 17001, device=device))
     check(lambda x, s: (x * s).sum(-1), leaf(2, 17001, device=device), leaf(device=device))
