@@ -242,14 +242,6 @@ def test_a_shallow_copy_shares_its_parts():
     assert type(model.vae) is not Coder and torch.equal(other.vae.encode(x), model.vae.encode(x))
 
 
-def test_settings_of_an_older_pickle_name_no_methods():
-    model, _ = pair(Coder, ())
-    settings = conversion_of(model).settings
-    older = object.__new__(type(settings))
-    older.__setstate__(settings.__getstate__()[:9])
-    assert older == settings and older.methods == ()
-
-
 @pytest.mark.parametrize("capture", ["auto", "dynamo"])
 def test_policy_patterns_and_module_paths_are_those_of_the_model(capture):
     policy = fxprec.Policy.preset("O1").override(modules={"vae.down": torch.float32})
