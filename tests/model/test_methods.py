@@ -223,7 +223,6 @@ def test_copies_convert_the_same_methods(copied, capture):
     assert not torch.equal(other.vae.encode(x), expected) and torch.equal(model.vae.encode(x), expected)
 
 
-@pytest.mark.filterwarnings("ignore:the submodule 'vae.down':fxprec.NotLoweredWarning")  # which a shallow copy shares
 def test_a_part_is_copied_as_the_plain_original():
     model, original = pair(Pipe, BELOW)
     x = torch.randn(4, 8)
