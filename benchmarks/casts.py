@@ -4,8 +4,8 @@
     TRITON_INTERPRET=1 python -m benchmarks.casts --fused
 
 Counted by a dispatch mode on a CPU in bfloat16: every ``_to_copy`` between float dtypes. The loss is inside the model,
-the optimizer is not. README.md shows the tables that this prints. With ``--fused`` regions are kernels, which run in
-Triton's interpreter where there is no GPU.
+the optimizer is not. docs/design.md shows what this prints. With ``--fused`` regions are kernels, which run in Triton's
+interpreter where there is no GPU.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def rows(layers: int, variants: Iterable[str] = VARIANTS, length: int = 32) -> l
 
 
 def markdown(table: list[tuple[str, ...]]) -> str:
-    """As README.md has it."""
+    """Return the table as docs/design.md has it."""
     return "\n".join(f"| {' | '.join(row)} |" for row in (COLUMNS, ("---",) * len(COLUMNS), *table))
 
 
@@ -96,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Count executed casts")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--length", type=int, default=32, help="tokens of a sequence")
-    parser.add_argument("--markdown", action="store_true", help="print README.md's table")
+    parser.add_argument("--markdown", action="store_true", help="print the table of docs/design.md")
     parser.add_argument("--fused", action="store_true", help="with fused regions; set TRITON_INTERPRET=1")
     options = parser.parse_args()
     table = rows(options.layers, FUSED if options.fused else VARIANTS, options.length)

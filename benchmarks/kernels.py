@@ -39,7 +39,6 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks.measure.timing import Clock, DeviceClock, HostClock, Series, Work, copy_work
-from benchmarks.predict.machines import MACHINES
 from benchmarks.reports.kernels import Report, Row, machine
 from benchmarks.workloads.problems import PROBLEMS, Problem, Setup, Source
 from benchmarks.workloads.regions import QUICK_REGION, REGIONS
@@ -195,19 +194,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no further kernel after so long")
     parser.add_argument("--output", type=pathlib.Path, metavar="FOLDER", help="for JSON and markdown")
     parser.add_argument("--check", action="store_true", help="run each once at a tiny size, on a CPU where need be")
-    parser.add_argument(
-        "--predict", nargs="*", choices=[*MACHINES], metavar="MACHINE",
-        help=f"times by a model, without a device, on {', '.join(MACHINES)} (H200); with forms and optimizers",
-    )  # fmt: skip
-    parser.add_argument(
-        "--against",
-        default="",
-        metavar="DEVICE",
-        help="predict forms that 'benchmarks forms' measured there",
-    )
     options = parser.parse_args(arguments)
-    if options.predict is not None:
-        return options
     if not options.check and not torch.cuda.is_available():
         parser.error("needs a CUDA device, and torch sees none; --check runs each kernel once at a tiny size without")
     if not sources(options.quick, options.only):
@@ -218,10 +205,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
-    if options.predict is not None:
-        from benchmarks.predict import command  # pretends a GPU in processes of its own
-
-        return command.run(options, _DTYPES[options.dtype])
     started = time.monotonic()
     on_device = torch.cuda.is_available() and not interpreting()
     device = torch.device("cuda" if on_device else "cpu")

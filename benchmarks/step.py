@@ -23,8 +23,6 @@ for as long as it lives. Columns of the table:
 What a variant declines, as its documentation says, is told below the table. The status is 1 where a variant failed,
 and where time ran out. Results are written after each model, to ``benchmarks/results`` only by whole runs: with
 ``--variants``, ``--quick`` or ``--check`` where ``--output`` says. ``--check`` runs everything once at tiny sizes.
-``--predict`` measures nothing and wants no GPU: it says how long steps of fxprec and of torch.compile would take by a
-model of time (see ``predict.steps``).
 """
 
 from __future__ import annotations
@@ -58,7 +56,6 @@ from benchmarks.measure.interleaved import (
 )
 from benchmarks.measure.training_step import Setup, Step, tf32
 from benchmarks.measure.variants import BASELINE, VARIANTS, Variant, variants
-from benchmarks.predict.machines import MACHINES
 from benchmarks.reports.step import Comparison, Row, draw, found_before, twin_of
 from benchmarks.workloads.training import SIZES, Workload, workloads
 from fxprec.testing import count_casts
@@ -233,10 +230,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no further model after so long")
     parser.add_argument("--output", type=pathlib.Path, metavar="FOLDER", help="for JSON and figures")
     parser.add_argument("--check", action="store_true", help="run everything once at tiny sizes")
-    parser.add_argument(
-        "--predict", nargs="*", choices=[*MACHINES], metavar="MACHINE",
-        help="predict the time on a GPU that is not there by a model of it, and measure nothing; default: H200",
-    )  # fmt: skip
     options = parser.parse_args(arguments)
     options.size = options.size or (["tiny"] if options.check else ["gpu" if device == "cuda" else "cpu", "launch"])
     options.whole = not (options.variants or options.quick or options.check)
@@ -273,10 +266,6 @@ def _plan(options: argparse.Namespace, device: str) -> Plan:
 def main(arguments: list[str] | None = None) -> int:
     """Run what the options say; returns the exit status."""
     options = _options(arguments)
-    if options.predict is not None:
-        from benchmarks.predict import steps  # says that there is a GPU in processes of its own
-
-        return steps.run(options)
     importlib.import_module("torch._dynamo")  # an optimizer's first step does, and would be the slower for it
     deadline = time.monotonic() + (options.budget or float("inf"))
     console = Console(width=None if sys.stdout.isatty() else 200)

@@ -1,4 +1,4 @@
-"""Makes the tables of README.md, docs/performance.md and docs/numerics.md from ``benchmarks/results``.
+"""Make the tables of the pages from ``benchmarks/results``: of README.md, of docs/, and of each device's own page.
 
     python -m benchmarks tables            # writes them
     python -m benchmarks tables --check    # says what is out of date; the status is 1 then
@@ -8,12 +8,12 @@ A table stands between two comments, and everything between them is generated::
     <!-- table: step cpu -->
     <!-- end -->
 
-There are ``step SIZE [DTYPE]``, ``memory SIZE [DTYPE]``, ``accuracy TASK [DTYPE]``, ``convert``, ``convert-budgets``,
-``ledger QUESTION``, ``tuning``, ``inference SIZE``, ``watch SIZE [LEVEL]``, ``hotspots SIZE [DTYPE]``, ``forms
-[DTYPE]``, ``predicted [DTYPE]``, ``predicted-forms [DTYPE]``, ``predicted-steps [DTYPE]``, ``predicted-parts
-[DTYPE]``; the dtype is bfloat16 where none is named.
-Where there are results of several devices, ``device=NAME`` says which. Below each table stand device, versions, date
-and commit. A ratio within the noise is printed as "=", never as a win.
+There are ``gains``, ``step SIZE [DTYPE]``, ``memory SIZE [DTYPE]``, ``accuracy TASK [DTYPE]``, ``first SIZE [DTYPE]``,
+``convert``, ``convert-budgets``, ``ledger QUESTION``, ``tuning``, ``inference SIZE``, ``watch SIZE [LEVEL]``,
+``hotspots SIZE [DTYPE]`` and ``forms [DTYPE]``; the dtype is bfloat16 where none is named. Where several devices have
+results, ``device=NAME`` says which; on a page beside the results, ``benchmarks/results/DEVICE/README.md``, it is that
+one. ``only=o1,o1-fused`` leaves out other variants, of ``step``, ``inference`` and ``gains``. Below each table
+stand device, versions, date and commit. A ratio within the noise is printed as "=", never as a win.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from benchmarks.measure.results import RESULTS, ROOT, ResultsError, load
-from benchmarks.predict.compared import Compared
-from benchmarks.reports import predicted
 from benchmarks.reports.forms import Timed
 from benchmarks.workloads.regions import MODELS, slug
 from benchmarks.workloads.subjects import ADDED_UP, SMALL
@@ -36,7 +34,10 @@ from benchmarks.workloads.training import NAMES
 
 __all__ = ["PAGES", "TABLES", "main", "rendered"]
 
-PAGES: Final = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "numerics.md")
+PAGES: Final = (
+    ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "numerics_mathematics.md",
+    *sorted(RESULTS.glob("*/README.md")),
+)  # fmt: skip
 _MARKED: Final = re.compile(r"(<!-- table: ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _BEGINNING: Final = re.compile(r"<!-- table:")
 _BASELINE: Final = "autocast"
@@ -124,22 +125,93 @@ def _three_digits(number: float) -> str:
     return f"{number:.0f}" if number >= 1000 else f"{number:.3g}"
 
 
+def _only(words: Sequence[str], columns: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Return the words but ``only=``, and the columns whose variants it names.
+
+    Raises:
+        ResultsError: it names a variant that has no column.
+    """
+    rest = [word for word in words if not word.startswith("only=")]
+    names = [name for word in words if word.startswith("only=") for name in word.removeprefix("only=").split(",")]
+    if unknown := sorted({*names} - {*columns.values()}):
+        raise ResultsError(f"only={','.join(unknown)}: there are {', '.join(columns.values())}")
+    return rest, {heading: name for heading, name in columns.items() if not names or name in names}
+
+
 def _step(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
-    """A row a model."""
+    """Return a row for each model."""
+    words, columns = _only(words, _STEP)
     size, dtype = _two("step SIZE [DTYPE]", words)
     found = _found([f"step-{size}-{dtype}-{name}" for name in NAMES], device, root)
     rows, noises = [], []
     for data in found:
         variants = data["variants"]
         base = variants[_BASELINE]
-        ratios = [variants.get(name, {}).get("ratio", {}).get(_BASELINE) for name in _STEP.values()]
+        ratios = [variants.get(name, {}).get("ratio", {}).get(_BASELINE) for name in columns.values()]
         time = _three_digits(base["median_ms"]) if "median_ms" in base else ""
         rows.append((data["model"], data["shape"], time, *map(_ratio, ratios)))
         noises.append(data["noise"])
     noise = max((each for each in noises if each is not None), default=0.0)
-    table = _markdown(("model", "", "autocast, ms", *_STEP), rows)
+    table = _markdown(("model", "", "autocast, ms", *columns), rows)
     meaning = f"How many times as fast as eager autocast; =: within the noise (at most {100 * noise:.1f} %)"
     return f"{table}\n{meaning}. {dtype}; {_measured(found)}.\n"
+
+
+class _Gain(NamedTuple):
+    """A row of the table of gains, for each device that has files of this kind, and what a user writes for it."""
+
+    files: str
+    variant: str
+    meaning: str
+
+
+_GAINS: Final = (
+    _Gain("step-gpu-bfloat16", "o1-loss-whole", "training: `loss=`, `capture_step`"),
+    _Gain("step-gpu-float16", "o1-loss-whole", "training in float16: `loss=`, `capture_step`"),
+    _Gain("step-cpu-bfloat16", "o1", "training: `convert(model)`"),
+    _Gain("step-cpu-bfloat16", "o1-fused-low", "training: `fuse=True`, low gradients"),
+    _Gain("step-launch-bfloat16", "o1-pays", 'training, tiny: `lower="pays"`'),
+    _Gain("inference-cpu", "frozen", "inference: `freeze(model)`"),
+)
+
+
+def _gains(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
+    """Return a row for each device and use: how much faster its models are, and how many are not."""
+    words, chosen = _only(words, {gain.meaning: gain.variant for gain in _GAINS})
+    _none("gains", words)
+    rows = []
+    for folder in sorted({path.parent.name for path in root.glob("*/*.json")}):
+        for gain in (gain for gain in _GAINS if gain.meaning in chosen):
+            there = [f"{gain.files}-{name}" for name in NAMES]
+            found = [load(file, folder, root) for file in there if (root / folder / f"{file}.json").is_file()]
+            cases = [batch["variants"] for data in found for batch in data.get("batches", [data])]
+            ratios = [each[gain.variant]["ratio"][_BASELINE] for each in cases if "ratio" in each.get(gain.variant, {})]
+            if device in (None, folder) and ratios:
+                values = [ratio["value"] for ratio in ratios]
+                verdicts = [ratio["verdict"] for ratio in ratios]
+                counts = (verdicts.count(verdict) for verdict in ("faster", "=", "slower"))
+                spread = (f"{statistics.geometric_mean(values):.2f}", f"{min(values):.2f} to {max(values):.2f}")
+                torchs, dates = (
+                    ", ".join(sorted({data["environment"][key][:length] for data in found}))
+                    for key, length in (("torch", None), ("date", 10))
+                )
+                rows.append(
+                    (_title(root / folder), gain.meaning, *spread, " / ".join(map(str, counts)), f"{torchs}; {dates}")
+                )
+    if not rows:
+        raise ResultsError("no results of step or inference: 'python -m benchmarks step' writes them")
+    columns = ("device", "what", "mean", "least to most", "faster / = / slower", "torch; measured")
+    meaning = (
+        "How many times as fast as eager autocast with torch's fused AdamW: geometric mean over models (of inference "
+        "also over batches), and how many are faster, within the noise, and slower"
+    )
+    return f"{_markdown(columns, rows)}\n{meaning}.\n"
+
+
+def _title(folder: pathlib.Path) -> str:
+    """Return the heading of a device's page; without one, the name of its folder."""
+    page = folder / "README.md"
+    return page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") if page.is_file() else folder.name
 
 
 def _memory(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
@@ -376,7 +448,8 @@ def _counted(names: Mapping[str, int]) -> str:
 
 
 def _inference(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
-    """A row a model and batch."""
+    """Return a row for each model and batch."""
+    words, columns = _only(words, _INFERENCE)
     if len(words) != 1:
         raise ResultsError(f"{' '.join(words)!r}: a table is 'inference SIZE'")
     found = _found([f"inference-{words[0]}-{name}" for name in NAMES], device, root)
@@ -386,7 +459,7 @@ def _inference(words: Sequence[str], device: str | None, root: pathlib.Path) -> 
     for data in found:
         for batch in data["batches"]:
             variants = batch["variants"]
-            ratios = [variants.get(name, {}).get("ratio", {}).get(_BASELINE) for name in _INFERENCE.values()]
+            ratios = [variants.get(name, {}).get("ratio", {}).get(_BASELINE) for name in columns.values()]
             base = variants[_BASELINE]
             rows.append((data["model"], str(batch["batch"]), _three_digits(base["median_ms"]), *map(_ratio, ratios)))
             noises += [batch["noise"]] if batch["noise"] is not None else []
@@ -410,7 +483,7 @@ def _inference(words: Sequence[str], device: str | None, root: pathlib.Path) -> 
         f"How many times as fast as eager autocast; =: within the noise (at most {100 * max(noises):.1f} %). "
         f"{'; '.join(means).capitalize()}; ready after {max(prepare, default=0.0):.2f} s at most"
     )
-    return f"{_markdown(('model', 'batch', 'autocast, ms', *_INFERENCE), rows)}\n{meaning}. {_measured(found)}.\n"
+    return f"{_markdown(('model', 'batch', 'autocast, ms', *columns), rows)}\n{meaning}. {_measured(found)}.\n"
 
 
 def _hotspots(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
@@ -456,91 +529,6 @@ def _forms(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
     return f"{_markdown(columns, rows)}\n{meaning}. {dtype}; {_measured(found)}.\n"
 
 
-def _predicted(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
-    """A row a pass of a kernel: microseconds, and in brackets how many times what its bytes take, on each machine."""
-    data = _prediction("predicted", "kernels", words, root)
-    machines = sorted({row["machine"] for row in data["rows"]})
-    passes: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for row in data["rows"]:
-        passes.setdefault((row["kernel"], row["shape"], row["direction"]), {})[row["machine"]] = row
-    rows = []
-    for key, of in passes.items():
-        figures = [
-            "" if each is None or each["us"] is None else f"{each['us']:.0f} ({each['us'] / each['bound']:.2f})"
-            for each in map(of.get, machines)
-        ]
-        rows.append((*key, *figures, of[machines[-1]]["why"] if machines[-1] in of else ""))
-    heads = [f"{machine}, us" for machine in machines]
-    table = _markdown(("kernel", "shape", "pass", *heads, f"why, {machines[-1]}"), rows)
-    meaning = (
-        "Predicted, not measured. In brackets: over what the bytes take that must be moved, at the rate of a large "
-        "copy; why: where that is more than 1.15"
-    )
-    return f"{table}\n{meaning}. {data['dtype']}; {_compiled(data['environment'])}.\n"
-
-
-def _predicted_forms(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
-    """A row a kernel whose forms were measured, and one for all."""
-    data = _prediction("predicted-forms", "forms", words, root)
-    rows, every = [], []
-    for each in data["kernels"]:
-        compared = Compared(each["model"], each["region"], each["direction"], tuple(map(tuple, each["times"])), 0)
-        every += compared.ratios
-        rows.append(
-            (each["model"], f"`{each['region']}`", each["direction"], str(len(compared.times)),
-             *_spread(compared.ratios), _percent(compared.ordered), f"{compared.pick:.2f}")
-        )  # fmt: skip
-    rows.append(("all", "", "", str(len(every)), *_spread(every), "", ""))
-    columns = ("model", "region", "pass", "forms", "mean", "from", "to", "ordered", "the form it picks")
-    meaning = (
-        f"Predicted over measured times of forms on {data['measured']}: geometric mean, least and most; ordered: of "
-        "two forms whose times lie 5 % apart, how often the model says which is faster; the form it picks: its "
-        "measured time over that of the fastest"
-    )
-    return f"{_markdown(columns, rows)}\n{meaning}. {data['dtype']}; {_compiled(data['environment'])}.\n"
-
-
-def _predicted_steps(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
-    """A row a model and GPU."""
-    data = predicted.found(_only_dtype("predicted-steps", words), root)
-    rows = [*predicted.steps(data, root)]
-    return _predicted_table(data, predicted.STEPS, rows, predicted.meaning_of_steps(rows))
-
-
-def _predicted_parts(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
-    """A row a model and side."""
-    data = predicted.found(_only_dtype("predicted-parts", words), root)
-    return _predicted_table(data, predicted.PARTS, predicted.parts(data, root), predicted.MEANING_OF_PARTS)
-
-
-def _predicted_table(
-    data: Mapping[str, Any], columns: Sequence[str], rows: Iterable[Sequence[str]], meaning: str
-) -> str:
-    return f"{_markdown(columns, rows)}\n{meaning}. {data['dtype']}; {_compiled(*data['environments'])}.\n"
-
-
-def _spread(ratios: Sequence[float]) -> tuple[str, str, str]:
-    return f"{statistics.geometric_mean(ratios):.2f}", f"{min(ratios):.2f}", f"{max(ratios):.2f}"
-
-
-def _prediction(name: str, file: str, words: Sequence[str], root: pathlib.Path) -> dict[str, Any]:
-    return load(f"{file}-{_only_dtype(name, words)}", "predicted", root)
-
-
-def _only_dtype(name: str, words: Sequence[str]) -> str:
-    if len(words) > 1:
-        raise ResultsError(f"{' '.join(words)!r}: a table is '{name} [DTYPE]'")
-    return words[0] if words else "bfloat16"
-
-
-def _compiled(*environments: Mapping[str, Any]) -> str:
-    tritons, dates, commits = (
-        ", ".join(sorted({each[key][:length] for each in environments}))
-        for key, length in (("triton", None), ("date", 10), ("commit", None))
-    )
-    return f"compiled by triton {tritons}; {dates}, commit {commits}"
-
-
 def _form(cells: Sequence[float]) -> str:
     return str(Timed(cells[0], *map(int, cells[1:])))
 
@@ -550,6 +538,7 @@ def _percent(share: float) -> str:
 
 
 TABLES: Final[dict[str, Callable[[Sequence[str], str | None, pathlib.Path], str]]] = {
+    "gains": _gains,
     "step": _step,
     "memory": _memory,
     "accuracy": _accuracy,
@@ -562,18 +551,19 @@ TABLES: Final[dict[str, Callable[[Sequence[str], str | None, pathlib.Path], str]
     "watch": _watch,
     "hotspots": _hotspots,
     "forms": _forms,
-    "predicted": _predicted,
-    "predicted-forms": _predicted_forms,
-    "predicted-steps": _predicted_steps,
-    "predicted-parts": _predicted_parts,
 }
 
 
 # -- pages ------------------------------------------------------------------------------------------------------------
 
 
-def rendered(text: str, root: pathlib.Path = RESULTS) -> tuple[str, int]:
-    """The text with all its tables made anew, and how many there are.
+def rendered(text: str, root: pathlib.Path = RESULTS, device: str | None = None) -> tuple[str, int]:
+    """Return the text with all its tables made anew, and how many there are.
+
+    Args:
+        text: of a page.
+        root: the folder of results.
+        device: whose results they are where a table says no ``device=``; None: the only one that has some.
 
     Raises:
         ResultsError: an unknown table, a marker without an end, or no results for a table; says which.
@@ -588,7 +578,7 @@ def rendered(text: str, root: pathlib.Path = RESULTS) -> tuple[str, int]:
         name, *rest = [word for word in words if not word.startswith("device=")] or [""]
         if name not in TABLES:
             raise ResultsError(f"'<!-- table: {spec} -->': no table {name!r}; there are {', '.join(TABLES)}")
-        return f"{beginning}\n{TABLES[name](rest, devices[0] if devices else None, root)}\n{end}"
+        return f"{beginning}\n{TABLES[name](rest, devices[0] if devices else device, root)}\n{end}"
 
     text, count = _MARKED.subn(table, text)
     if (there := len(_BEGINNING.findall(text))) != count:
@@ -610,20 +600,22 @@ def main(arguments: list[str] | None = None) -> int:
         if page in PAGES and not page.is_file():
             continue
         before = page.read_text(encoding="utf-8")
+        name = page.relative_to(ROOT) if page.is_relative_to(ROOT) else page.name
         try:
-            after, count = rendered(before, options.results)
+            device = page.parent.name if page.parent.parent == RESULTS else None
+            after, count = rendered(before, options.results, device)
         except ResultsError as error:
-            print(f"{page.name}: {error}", file=sys.stderr)
+            print(f"{name}: {error}", file=sys.stderr)
             status = 1
             continue
         if before == after:
-            print(f"{page.name}: {count} tables, up to date")
+            print(f"{name}: {count} tables, up to date")
         elif options.check:
-            print(f"{page.name} is out of date: 'python -m benchmarks tables' makes its tables anew", file=sys.stderr)
+            print(f"{name} is out of date: 'python -m benchmarks tables' makes its tables anew", file=sys.stderr)
             status = 1
         else:
             page.write_text(after, encoding="utf-8")
-            print(f"{page.name}: {count} tables written")
+            print(f"{name}: {count} tables written")
     return status
 
 

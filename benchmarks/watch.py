@@ -10,7 +10,7 @@ read more than single numbers. ``--level O0`` is for a CPU that has no units for
 takes so long that nothing else shows.
 
 The figures of each model are written to ``benchmarks/results/DEVICE/watch-SIZE-LEVEL-MODEL.json`` (tiny ones where
-``--output`` says so), from which ``python -m benchmarks tables`` makes the tables of docs/numerics.md.
+``--output`` says so), from which ``python -m benchmarks tables`` makes tables.
 """
 
 from __future__ import annotations

@@ -25,16 +25,23 @@ PAGES: Final = {
     "fxprec": "README.md",
     "Training": "docs/training.md",
     "Frameworks": "docs/frameworks.md",
+    "From the command line": "docs/command_line.md",
     "Numbers explained": "docs/numerics.md",
+    "A step that is not finite": "docs/watch.md",
+    "The mathematics of numerics": "docs/numerics_mathematics.md",
     "Coming from torch.amp or apex": "docs/migrating.md",
     "Which op runs in which precision": "docs/precision.md",
     "Fusion": "docs/fusion.md",
     "Performance": "docs/performance.md",
+    "Lowering only what pays": "docs/lowering.md",
+    "Limits": "docs/limits.md",
     "Design": "docs/design.md",
     "Writing passes": "docs/writing_passes.md",
     "Contributing": "CONTRIBUTING.md",
     "Changelog": "CHANGELOG.md",
 }
+#: What was measured: a page beside the results of each device.
+MEASURED: Final = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "benchmarks" / "results").glob("*/README.md"))
 #: Modules whose ``__all__`` is public.
 PUBLIC: Final = ("fxprec", "fxprec.optim", "fxprec.numerics", "fxprec.testing", "fxprec.kernels")
 #: Public, and without an ``__all__`` that imports everywhere: each wants its framework.
@@ -71,20 +78,25 @@ def main() -> int:
     """Build; returns mkdocs's exit status."""
     shutil.rmtree(SOURCE, ignore_errors=True)
     SOURCE.mkdir(parents=True)
-    linked = {target for page in PAGES.values() for target in _linked(ROOT / page)}
-    for path in linked | {ROOT / page for page in PAGES.values()}:
+    pages = {ROOT / page for page in (*PAGES.values(), *MEASURED)}
+    for path in pages | {target for page in pages for target in _linked(page)}:
         copied = SOURCE / path.relative_to(ROOT)
         copied.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copied)
     (SOURCE / "reference").mkdir()
-    nav = [f"  - {title}: {page}" for title, page in PAGES.items()] + ["  - Reference:"]
+    nav = [f"  - {title}: {page}" for title, page in PAGES.items()]
+    nav += ["  - Measured:", *(f"    - {Path(page).parent.name}: {page}" for page in MEASURED), "  - Reference:"]
     for name, text in references():
         (SOURCE / "reference" / f"{name}.md").write_text(text, encoding="utf-8")
         nav.append(f"    - {name}: reference/{name}.md")
     configuration = BUILD / "mkdocs.yml"
     configuration.write_text(_CONFIGURATION.format(root=ROOT, nav="\n".join(nav)), encoding="utf-8")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--clean", "-f", str(configuration)]
-    return subprocess.run(command, check=False).returncode
+    # With --quiet mkdocs would not count the warnings that --strict is to stop at.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean", "-f", str(configuration)]
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        print(done.stdout, file=sys.stderr)
+    return done.returncode
 
 
 def _linked(page: Path) -> Iterator[Path]:

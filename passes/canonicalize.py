@@ -14,38 +14,29 @@ After::
 ``f(..., out=y)`` becomes ``write_out(y, f(...))`` in the same way. In-place ops that follow or promote (``relu_``,
 ``add_``, ``x[i] = y``) stay: they run in whatever dtype their target has. Of views and in-place ops, ``f(input=x)``
 becomes ``f(x)``: who asks what shares memory looks at the first argument. ``x.type(h.type())`` becomes ``x.to(h)``.
-``linear_cross_entropy`` becomes a product and a loss (head_losses), a binary cross entropy of a sigmoid that of its
-logits (logit_losses). Regions of the user's own autocast are resolved first (autocast_regions).
+``linear_cross_entropy`` becomes a product and a loss (head_losses).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 
-import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_aggregate
 
-from fxprec.kernels.rows.run.region import FusedRegion
-from fxprec.passes.canonical.autocast_regions import resolve_autocast_regions
+from fxprec.passes.canonical.baked_constants import mark_derived, restore_eps
 from fxprec.passes.canonical.head_losses import split_head_loss
 from fxprec.passes.canonical.in_place import has_dtype_of_its_own, is_in_place, out_by_copy, write_by_copy
-from fxprec.passes.canonical.logit_losses import take_logits
-from fxprec.passes.canonical.rotary import recognize_rotary
-from fxprec.passes.context import Context, PassResult
+from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import Op, argument, notes
-from fxprec.passes.graph.fetched import bodies_in, body_of
 from fxprec.passes.ops.aliases import outside_writes
-from fxprec.passes.ops.names import canonical_op, cast_target
+from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import facts_of
 
 
+@bodies_first
 def canonicalize(gm: GraphModule, context: Context) -> PassResult:
-    """Annotate ``meta["op"]``; resolve autocast regions, ``inplace=`` flags, in-place LOW/FULL ops and ``out=``."""
-    changed = resolve_autocast_regions(gm, context)
-    for sub in subgraphs(gm):
-        changed |= canonicalize(sub, context).changed
+    """Annotate ``meta["op"]``; resolve ``inplace=`` flags, in-place LOW/FULL ops and ``out=``."""
+    changed = False
     for node in list(gm.graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
@@ -60,11 +51,11 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
             continue
         changed |= _first_by_position(node, op)
         if op.name == "to" or facts_of(op.name).counts:
-            _mark_derived(node, context)
+            mark_derived(node, context)
         if op.name == "to":
             continue
         if facts_of(op.name).numbers in ("added", "factors", "compared"):
-            changed |= _restore_eps(node, context)
+            changed |= restore_eps(node, context)
         if op.in_place and op.name not in ("copy", "setitem") and has_dtype_of_its_own(node, op, context):
             write_by_copy(gm, node, op)
             changed = True
@@ -73,37 +64,9 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
             changed = True
         elif op.name == "linear_cross_entropy":
             changed |= split_head_loss(gm, node)
-    if context.regions in ("triton", "loops"):
-        changed |= recognize_rotary(gm.graph, compiled=context.regions == "loops")
-    if context.policy.level != "O0":
-        changed |= take_logits(gm.graph)
     for node in outside_writes(gm):
         notes(node).written = True
     return PassResult(gm, changed)
-
-
-def subgraphs(gm: GraphModule) -> Iterator[GraphModule]:
-    """The graphs below ``gm``, once each: bodies that higher-order ops call (checkpoints, branches, loops), regions."""
-    found = bodies_in(gm)
-    for node in gm.graph.find_nodes(op="call_module"):
-        if (region := subgraph_of(gm, node)) is not None:
-            found[node] = region
-    yield from {id(found[node]): found[node] for node in sorted(found)}.values()
-
-
-def subgraph_of(gm: GraphModule, node: Node) -> GraphModule | None:
-    """The graph below ``gm`` that the node stands for: a body named by ``get_attr``, or the fused region it calls."""
-    if node.op != "call_module":
-        return body_of(node)
-    called = gm.get_submodule(str(node.target))
-    return called.graph_module if isinstance(called, FusedRegion) else None
-
-
-def every_graph(gm: GraphModule) -> Iterator[GraphModule]:
-    """``gm`` and the graphs below it, at any depth."""
-    yield gm
-    for sub in subgraphs(gm):
-        yield from every_graph(sub)
 
 
 def _cast_by_tensor(node: Node) -> bool:
@@ -116,45 +79,6 @@ def _cast_by_tensor(node: Node) -> bool:
     if not named.users:
         node.graph.erase_node(named)
     return True
-
-
-def _mark_derived(node: Node, context: Context) -> None:
-    """Tell ``x.to(y.dtype)``, traced where y was low already, from a cast to a literal low dtype, as which it reads.
-
-    So does ``arange(n, dtype=y.dtype)``. Only dynamo traces under autocast and bakes dtypes; a literal stands in the
-    source line, or is the method's name.
-    """
-    if "example_value" not in node.meta or cast_target(node) is not context.low or node.target in ("half", "bfloat16"):
-        return
-    code = _code_of(node)
-    if code and not any(literal in code for literal in ("float16", "half")):
-        notes(node).derived_cast = True
-
-
-def _restore_eps(node: Node, context: Context) -> bool:
-    """Give ``x.clamp(eps, 1 - eps)`` the eps of FP32, where dynamo took ``finfo(x.dtype).eps`` of a low x.
-
-    The code must show none of the numbers. So do torch's distributions, with probabilities.
-    """
-    if "example_value" not in node.meta:
-        return False
-    low, full = torch.finfo(context.low), torch.finfo(torch.float32)
-    baked = {sign * low.eps: sign * full.eps for sign in (1, -1)}
-    baked |= {sign * (1 - low.eps): sign * (1 - full.eps) for sign in (1, -1)} | {low.tiny: full.tiny}
-    numbers = [each for each in (*node.args, *node.kwargs.values()) if isinstance(each, float) and each in baked]
-    code = _code_of(node) if numbers else ""
-    if not code or any(repr(abs(each)) in code for each in numbers):
-        return False
-    node.args, node.kwargs = map_aggregate(  # type: ignore[assignment]
-        (node.args, node.kwargs), lambda each: baked.get(each, each) if isinstance(each, float) else each
-    )
-    return True
-
-
-def _code_of(node: Node) -> str:
-    """Return the line of code that made a node; "" where nobody recorded it."""
-    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    return next((line for line in reversed(lines) if set(line.strip()) - set("^~ ")), "")
 
 
 def _first_by_position(node: Node, op: Op) -> bool:

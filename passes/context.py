@@ -1,8 +1,13 @@
-"""What a pass is: what it may ask besides the graph, one frozen object for the whole pipeline, and what it gives."""
+"""The form of a pass: a function of a graph module and a ``Context``, which gives a ``PassResult``.
+
+A pass that rewrites graph by graph is written for one graph, and decorated with ``bodies_first`` or ``bodies_last``:
+then it also runs on the bodies of checkpoints, branches and loops, at any depth, but not on fused regions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, TypeAlias
@@ -12,6 +17,7 @@ from torch.fx import GraphModule
 
 from fxprec.kernels.rows.run.gains import LoopPrices
 from fxprec.passes.costs.device_costs import AttentionWay, DeviceCosts
+from fxprec.passes.graph.subgraphs import bodies_before, bodies_behind
 from fxprec.passes.policy.policy import Policy
 
 
@@ -56,12 +62,12 @@ class Context:
     casts_fuse: bool = False
 
     def choice(self, region: str) -> bool | None:
-        """Whether the region of this name is to be fused, as the user says; None: says nothing."""
+        """Return whether the user wants the region of this name fused; None where the settings say nothing of it."""
         return next((yes for pattern, yes in reversed(self.region_choices) if fnmatchcase(region, pattern)), None)
 
 
 class PassResult(NamedTuple):
-    """What a pass hands back. ``declined``: 'node: reason' for every rewrite it saw and did not make."""
+    """Result of a pass. ``declined``: 'node: reason' for every rewrite that it saw and did not make."""
 
     gm: GraphModule
     changed: bool
@@ -69,3 +75,23 @@ class PassResult(NamedTuple):
 
 
 Pass: TypeAlias = Callable[[GraphModule, Context], PassResult]
+
+
+def bodies_first(rewrite: Pass) -> Pass:
+    """Make a pass of the rewrite of one graph (a decorator): it runs on each body before the graph that calls it."""
+    return _on_each(bodies_before, rewrite)
+
+
+def bodies_last(rewrite: Pass) -> Pass:
+    """Make a pass of the rewrite of one graph (a decorator): it runs on each body after the graph that calls it."""
+    return _on_each(bodies_behind, rewrite)
+
+
+def _on_each(graphs: Callable[[GraphModule], Iterator[GraphModule]], rewrite: Pass) -> Pass:
+    @functools.wraps(rewrite)
+    def run(gm: GraphModule, context: Context) -> PassResult:
+        results = [rewrite(graph, context) for graph in graphs(gm)]
+        declined = tuple(reason for result in results for reason in result.declined)
+        return PassResult(gm, any(result.changed for result in results), declined)
+
+    return run

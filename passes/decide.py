@@ -49,6 +49,7 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from fxprec.passes.context import Context, PassResult
+from fxprec.passes.graph.annotations import graph_notes
 from fxprec.passes.placement.autocast import place_as_autocast
 from fxprec.passes.placement.mincut import place_by_cut
 from fxprec.passes.placement.pays import ops_kept_in_fp32
@@ -61,6 +62,6 @@ def decide(gm: GraphModule, context: Context) -> PassResult:
         return PassResult(gm, False)
     if context.costs is not None:
         counted = "forward and backward" if context.gradients else "forward alone"
-        gm.meta["costs"] = f"{context.costs}, {counted}"
-        gm.meta["counts_backward"] = context.gradients
+        graph_notes(gm).costs = f"{context.costs}, {counted}"
+        graph_notes(gm).counts_backward = context.gradients
     return PassResult(gm, False, tuple(place_by_cut(gm, context, ops_kept_in_fp32(gm, context))))

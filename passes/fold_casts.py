@@ -41,9 +41,8 @@ from collections.abc import Set
 import torch
 from torch.fx import GraphModule, Node
 
-from fxprec.passes.canonicalize import subgraphs
-from fxprec.passes.context import Context, PassResult
-from fxprec.passes.graph.annotations import UNKNOWN, Precision, Rule, notes
+from fxprec.passes.context import Context, PassResult, bodies_first
+from fxprec.passes.graph.annotations import UNKNOWN, Precision, Rule, graph_notes, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
 from fxprec.passes.graph.fetched import bodies_in
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
@@ -54,20 +53,17 @@ from fxprec.passes.ops.names import cast_target, dtype_argument
 from fxprec.passes.ops.table import facts_of
 
 
+@bodies_first
 def fold_casts(gm: GraphModule, context: Context) -> PassResult:
-    """Fold identities and round trips; hoist casts of subgraph operands. ``gm.meta["folded"]`` counts what went."""
-    folded = 0
-    for sub in subgraphs(gm):
-        before = sub.meta.get("folded", 0)
-        folded += fold_casts(sub, context).gm.meta["folded"] - before
+    """Fold identities and round trips, and hoist casts of what bodies read; ``graph_notes(gm).folded`` counts folds."""
     hoisted = _hoist(gm)
-    folded += _fold(gm, context)
+    folded = _fold(gm, context)
     erased = 0
     for node in reversed(list(gm.graph.nodes)):
         if not node.users and _is_cast(node) and (notes(node).inserted or cast_target(node) is not None):
             gm.graph.erase_node(node)
             erased += 1
-    gm.meta["folded"] = gm.meta.get("folded", 0) + folded
+    graph_notes(gm).folded += folded
     return PassResult(gm, folded + hoisted + erased > 0)
 
 
@@ -145,7 +141,7 @@ def _held_by(node: Node, target: torch.dtype, gradients: dict[Node, bool], kept:
 
 
 def _may_read(user: Node, node: Node, source: Node) -> bool:
-    """Not a reader that wants the original dtype of what it reads, if that differs; nor the caller of a user's copy."""
+    """Return whether a reader may read ``source`` instead: it wants no other original dtype, and is owed no copy."""
     if user.op == "output" and _is_users_copy(node):
         return False
     if notes(node).dtype == notes(source).dtype:
@@ -156,13 +152,13 @@ def _may_read(user: Node, node: Node, source: Node) -> bool:
 
 
 def _copies_for_caller(node: Node, source: Node, roots: dict[Node, Node]) -> bool:
-    """Whether the user's cast gives a copy of what belongs to the caller, who may write to either."""
+    """Return whether the user's cast gives a copy of what belongs to the caller, who may write to either."""
     outside = roots[source].op in ("placeholder", "get_attr")
     return outside and _is_users_copy(node)
 
 
 def _is_users_copy(node: Node) -> bool:
-    """Whether this is a cast that changed the dtype in the original program, and so made a tensor of its own."""
+    """Return whether this is a cast that changed the dtype in the original program, and so made a tensor of its own."""
     return _is_cast(node) and not notes(node).inserted and notes(node).dtype != notes(node.args[0]).dtype  # type: ignore[union-attr]
 
 

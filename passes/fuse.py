@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,100 +33,42 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxprec.kernels.rows.run.gains import LoopPrices
 from fxprec.kernels.rows.run.region import FusedRegion, RegionKernels
-from fxprec.passes.canonicalize import every_graph, subgraphs
-from fxprec.passes.context import Context, PassResult
+from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.dtypes.promotion import is_zero_dim
 from fxprec.passes.fusion import few_elements
-from fxprec.passes.fusion.aligned_rows import align_rows
-from fxprec.passes.fusion.attention_calls import call_attention
-from fxprec.passes.fusion.channels_last import lay_out
-from fxprec.passes.fusion.depthwise_calls import call_depthwise
 from fxprec.passes.fusion.effects import order_of_effects, sort
 from fxprec.passes.fusion.few_elements import elements_of, has_few_ops
-from fxprec.passes.fusion.functional import make_functional
-from fxprec.passes.fusion.kernel_calls import call_kernels
 from fxprec.passes.fusion.loop_regions import gains, suits_loops
 from fxprec.passes.fusion.regions import Region, find_regions, saves
 from fxprec.passes.fusion.row_operations import drops, is_row_operation
 from fxprec.passes.fusion.seeds import draw_seeds_like
 from fxprec.passes.fusion.split_bias import SplitBias, put_back, split_biases
-from fxprec.passes.fusion.wide_parts import move_wide
-from fxprec.passes.fusion.wide_sums import accumulate_wide
-from fxprec.passes.graph.annotations import Op, Precision, Rule, notes
+from fxprec.passes.graph.annotations import Op, Precision, Rule, graph_notes, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.exact_graph import LazyGraphModule
-from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
-from fxprec.passes.graph.returned import returned_values
+from fxprec.passes.graph.returned import returned_with_gradient
+from fxprec.passes.graph.subgraphs import every_graph
 
 
+@bodies_first
 def fuse(gm: GraphModule, context: Context) -> PassResult:
-    """Form regions where the context asks for them; give the native sums that are left their accumulation dtype."""
-    changed, declined = False, []
-    for sub in [*subgraphs(gm)]:
-        if "region" in sub.meta:
-            continue
-        result = fuse(sub, context)
-        changed |= result.changed
-        declined += result.declined
-    changed |= accumulate_wide(gm)
-    if context.channels_last:
-        laid_out, reasons = lay_out(gm.graph, context.low)
-        changed |= laid_out
-        declined += reasons
-    if context.device == "cpu" and context.native_mixed and context.low is torch.bfloat16:
-        changed |= call_depthwise(gm.graph, context.low)
-    if context.attention is not None:
-        changed |= call_attention(gm.graph, context.low, *context.attention)
-    recorded = grad_mode_at_nodes(gm.graph, context.gradients)
-    returned = {node for node in returned_values(gm.graph) if recorded[node]}
-    if context.regions:
-        formed, reasons = _form(gm, context, returned)
-        changed |= formed
-        declined += reasons
-    elif context.native_mixed:
-        called, reasons = call_kernels(gm.graph, "aten", returned)
-        changed |= called
-        declined += reasons
-    if context.device == "cuda" and (context.regions or context.native_mixed):
-        changed |= align_rows(gm.graph, context.low)  # last: a bias may have left its linear for a region
-        changed |= move_wide(gm.graph)
-    return PassResult(gm, changed, tuple(declined))
-
-
-def region_names(gm: GraphModule) -> list[str]:
-    """Of all the regions that were found in a graph and the bodies it calls, fused or not."""
-    return [name for graph in every_graph(gm) for name in graph.meta.get("region_names", ())]
-
-
-def largest_left(gm: GraphModule) -> int | None:
-    """Elements of the largest region that is left to torch's ops because it has few; None: there is none."""
-    return max((graph.meta["largest_left"] for graph in every_graph(gm) if "largest_left" in graph.meta), default=None)
-
-
-def wants_sizes(gm: GraphModule) -> bool:
-    """Whether regions were fused that would be left to torch's ops if it were known that they are small."""
-    return any(graph.meta.get("wants_sizes") for graph in every_graph(gm))
-
-
-def _form(gm: GraphModule, context: Context, returned: Collection[Node]) -> tuple[bool, list[str]]:
+    """Form regions where the context asks for them."""
     graph, triton, loops = gm.graph, context.regions == "triton", context.regions == "loops"
-    changed = make_functional(graph)
-    declined: list[str] = []
-    if triton or loops:
-        called, declined = call_kernels(graph, "triton" if triton else "loops", returned)
-        changed |= called
+    if not context.regions:
+        return PassResult(gm, False)
+    # a region computes what is returned with a gradient from what is returned, or not at all
+    returned = returned_with_gradient(graph, context.gradients) if triton or loops else ()
     splits = split_biases(graph) if triton else []
     order = order_of_effects(graph)
     suits = functools.partial(suits_loops, prices=context.loops)
     takes, judge = (suits, gains) if loops else (is_row_operation, None)
-    found = find_regions(graph, order, takes, judge, returned if triton or loops else ())
+    found = find_regions(graph, order, takes, judge, returned)
     names = _names(gm, found)
-    chosen, reasons = _chosen(gm, names, context)
+    chosen, declined = _chosen(gm, names, context)
     chosen = _settle(graph, splits, found, chosen)
-    declined += reasons
-    gm.meta["region_names"] = [*names.values()]
+    graph_notes(gm).region_names = [*names.values()]
     if not chosen:
-        return changed, declined
+        return PassResult(gm, bool(splits), tuple(declined))
     position = {node: number for number, node in enumerate(graph.nodes)}
     order = order_of_effects(graph)
     seeds = _Seeds(context.regions or "aten")
@@ -138,7 +80,23 @@ def _form(gm: GraphModule, context: Context, returned: Collection[Node]) -> tupl
             position[node] = position[node.args[0]]
     sort(graph, order, position)
     seeds.draw(graph)
-    return True, declined
+    return PassResult(gm, True, tuple(declined))
+
+
+def region_names(gm: GraphModule) -> list[str]:
+    """Return the names of all regions that were found in a graph and the bodies it calls, fused or not."""
+    return [name for graph in every_graph(gm) for name in graph_notes(graph).region_names]
+
+
+def largest_left(gm: GraphModule) -> int | None:
+    """Elements of the largest region that is left to torch's ops because it has few; None: there is none."""
+    known = (graph_notes(graph).largest_left for graph in every_graph(gm))
+    return max((each for each in known if each is not None), default=None)
+
+
+def wants_sizes(gm: GraphModule) -> bool:
+    """Return whether regions were fused that would be left to torch's ops if their few elements were known."""
+    return any(graph_notes(graph).wants_sizes for graph in every_graph(gm))
 
 
 def _chosen(gm: GraphModule, names: Mapping[Region, str], context: Context) -> tuple[list[Region], list[str]]:
@@ -159,9 +117,9 @@ def _chosen(gm: GraphModule, names: Mapping[Region, str], context: Context) -> t
         else:
             chosen.append(region)
             if by_size and elements is None and few_elements.FEWEST:
-                gm.meta["wants_sizes"] = True
+                graph_notes(gm).wants_sizes = True
     if left:
-        gm.meta["largest_left"] = max(left)
+        graph_notes(gm).largest_left = max(left)
     return chosen, declined
 
 
@@ -222,7 +180,7 @@ def _graph_module(name: str, region: Region, inputs: Sequence[Node], outputs: Se
     end = graph.output(tuple(values[node] for node in outputs))
     notes(end).precision = Precision.arriving(None, None, Rule.FOLLOW, "read by the graph around")
     inner = LazyGraphModule({}, graph, "Region")  # where a kernel serves, nobody ever runs its code
-    inner.meta["region"] = name
+    graph_notes(inner).region = name
     return inner
 
 
@@ -297,5 +255,5 @@ class _Seeds:
 
 
 def _is_tensor(argument: object) -> bool:
-    """With dimensions: a number may lie on another device."""
+    """Return whether this is a tensor with dimensions: a 0-dim one may lie on another device."""
     return isinstance(argument, Node) and isinstance(notes(argument).dtype, torch.dtype) and not is_zero_dim(argument)

@@ -44,8 +44,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import Argument, map_aggregate, map_arg
 
-from fxprec.passes.canonicalize import subgraphs
-from fxprec.passes.context import Context, PassResult
+from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.dtypes.promotion import is_zero_dim
 from fxprec.passes.graph.annotations import (
     CASTABLE,
@@ -76,13 +75,12 @@ _TENSORS: Final[dict[object, str]] = {torch.float16: "torch.HalfTensor", torch.b
 _HANDED_ON: Final = ("nn_module_stack", "stack_trace", "numel", "val")
 
 
+@bodies_first
 def insert_casts(gm: GraphModule, context: Context) -> PassResult:
     """Cast every argument whose dtype differs from what its reader wants; restore the outputs' original dtypes."""
     if context.policy.level == "O0":
         return PassResult(gm, False)
     changed = False
-    for sub in subgraphs(gm):
-        changed |= insert_casts(sub, context).changed
     epochs = _Epochs(gm, context)
     for node in list(gm.graph.nodes):
         epochs.transformed(node)

@@ -42,8 +42,7 @@ from typing import Final
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.passes.canonicalize import subgraphs
-from fxprec.passes.context import Context, PassResult
+from fxprec.passes.context import Context, PassResult, bodies_last
 from fxprec.passes.graph.annotations import UNKNOWN, Op, Precision, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
 from fxprec.passes.graph.fetched import body_of
@@ -59,16 +58,12 @@ _SHORT: Final = {torch.float16: "f16", torch.bfloat16: "bf16"}
 _HANDED_ON: Final = ("nn_module_stack", "stack_trace", "numel", "val")
 
 
+@bodies_last
 def keep_returned(gm: GraphModule, context: Context) -> PassResult:
     """Route the readers of each low value that is returned in a wider dtype through what is returned."""
-    if context.policy.level == "O0":
+    if context.policy.level == "O0" or not any(map(_is_read_as_well, returned_values(gm.graph))):
         return PassResult(gm, False)
-    changed = False
-    if any(map(_is_read_as_well, returned_values(gm.graph))):
-        changed = _keep(gm, context)
-    for body in subgraphs(gm):
-        changed |= keep_returned(body, context).changed
-    return PassResult(gm, changed)
+    return PassResult(gm, _keep(gm, context))
 
 
 def _is_read_as_well(returned: Node) -> bool:
@@ -176,8 +171,7 @@ def _cast_beside(source: Node, returned: Node) -> Node:
     """Return the value in the wider dtype: what it was cast from, or its cast, which comes right behind it."""
     if _is_narrowed(source):
         return source.args[0]  # type: ignore[return-value]
-    alike = (user for user in source.users if user.target is returned.target and user.args[1:] == returned.args[1:])
-    wide = next(alike, None)
+    wide = next((user for user in source.users if _is_alike(user, returned, source)), None)
     if wide is None:
         arguments = (source, *returned.args[1:])
         wide = new_node(source.graph, "call_function", returned.target, arguments, {}, f"{source.name}_f32")
@@ -185,6 +179,14 @@ def _cast_beside(source: Node, returned: Node) -> Node:
         wide.meta.update({each: source.meta[each] for each in _HANDED_ON if each in source.meta})
     source.append(wide)
     return wide
+
+
+def _is_alike(user: Node, returned: Node, source: Node) -> bool:
+    """Return whether a user of ``source`` gives what the returned cast would, one that the user wrote included."""
+    if user.target is returned.target and user.args[1:] == returned.args[1:]:
+        return True
+    only_casts = len(user.args) <= 2 and not user.kwargs.keys() - {"dtype"}
+    return widened(user) is source and only_casts and cast_target(user) is torch.float32
 
 
 def _widen_results_of_bodies(gm: GraphModule, recorded: Mapping[Node, bool]) -> bool:
@@ -201,28 +203,43 @@ def _widen_results_of_bodies(gm: GraphModule, recorded: Mapping[Node, bool]) -> 
         result = widened(returned)
         if result is None or not recorded[result]:
             continue
-        inner = _result_in_body(result)
-        if inner is None or len(inner.users) == 1:
+        results = _levels(result)
+        inner = results.pop()
+        if not results:
             continue
         body, end = inner.graph, inner.graph.output_node()
         with body.inserting_before(end):
             wide = new_node(body, "call_function", cast, (inner, torch.float32), {}, f"{inner.name}_f32")
         wide.meta.update(returned.meta)
-        results = end.args[0]
-        if isinstance(results, Node):
+        given = end.args[0]
+        if isinstance(given, Node):
             end.args = (wide,)
         else:
-            end.args = (tuple(wide if each is inner else each for each in results),)  # type: ignore[union-attr]
-        others = [user for user in result.users if user is not returned]
-        low = _cast_back(result, result) if others else result
-        notes(result).precision = notes(returned).precision
-        result.meta.update({each: returned.meta[each] for each in ("val",) if each in returned.meta})
+            end.args = (tuple(wide if each is inner else each for each in given),)  # type: ignore[union-attr]
+        for each in results:
+            others = [user for user in each.users if user is not returned and user.op != "output"]
+            low = _cast_back(each, each) if others else each
+            notes(each).precision = notes(returned).precision
+            each.meta.update({key: returned.meta[key] for key in ("val",) if key in returned.meta})
+            for reader in others:
+                reader.replace_input_with(each, low)
         returned.replace_all_uses_with(result)
         gm.graph.erase_node(returned)
-        for reader in others:
-            reader.replace_input_with(result, low)
         changed = True
     return changed
+
+
+def _levels(result: Node) -> list[Node]:
+    """Return the nodes that stand for a result of a checkpoint, from the caller's to the innermost that others read.
+
+    Checkpoints lie within checkpoints: each hands on what the one in it returned. Of no checkpoint: one node.
+    """
+    found = [result]
+    while (inner := _result_in_body(found[-1])) is not None:
+        found.append(inner)
+    while len(found) > 1 and len(found[-1].users) == 1:
+        found.pop()
+    return found
 
 
 def _result_in_body(result: Node) -> Node | None:

@@ -16,18 +16,14 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from fxprec.passes.canonicalize import every_graph
-from fxprec.passes.context import Context, PassResult
+from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import NO_OP, notes
 from fxprec.passes.ops.spellings import RESULT_FIELDS
 
 
+@bodies_first
 def merge_results(gm: GraphModule, context: Context) -> PassResult:
-    """Merge equal accesses, in the bodies of higher-order ops too."""
-    return PassResult(gm, any([_merge(each) for each in every_graph(gm)]))
-
-
-def _merge(gm: GraphModule) -> bool:
+    """Merge equal accesses."""
     first: dict[tuple[Node, int | str], Node] = {}
     merged = False
     for node in list(gm.graph.nodes):
@@ -37,7 +33,7 @@ def _merge(gm: GraphModule) -> bool:
             node.replace_all_uses_with(earlier)
             gm.graph.erase_node(node)
             merged = True
-    return merged
+    return PassResult(gm, merged)
 
 
 def _place(node: Node) -> tuple[Node, int | str] | None:

@@ -23,8 +23,9 @@ After::
     %flatten: bfloat16 = flatten(%in_format_of, 1)
     %gelu: bfloat16 = packed_linear(%flatten, %packed_w2, %b2, gelu, [], none)
 
-``gm.meta["packings"]`` says of the new placeholders, in order, what makes them. An op joins a product where nothing
-else reads the value between; what has to be equal at run time (two operands of one shape) is asked there. Convolutions
+``graph_notes(gm).packings`` says of the new placeholders, in order, what makes them. An op joins a product where
+nothing else reads the value between; what has to be equal at run time (two operands of one shape) is asked there.
+Convolutions
 give channels_last: where a value goes that must not see that, it is put back first. A sum is written over the operand
 that another convolution made (``packed_conv_plus(..., True, True)``) where it is the last that reads it.
 """
@@ -45,7 +46,7 @@ from fxprec.kernels.cpu.packed import (
 )
 from fxprec.kernels.torch_internals import linear_pointwise
 from fxprec.passes.context import Context, PassResult
-from fxprec.passes.graph.annotations import NON_TENSOR, Op, Precision, Rule, arg_nodes, notes
+from fxprec.passes.graph.annotations import NON_TENSOR, Op, Precision, Rule, arg_nodes, graph_notes, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.insert_casts import actual_dtype
@@ -58,9 +59,10 @@ from fxprec.passes.packing.products import NOTHING, RELU, Packing, Product, acti
 def pack(gm: GraphModule, context: Context) -> PassResult:
     """Take packed weights where oneDNN has kernels for them.
 
-    ``gm.meta["packings"]`` says which, ``gm.meta["packed"]`` which nodes run on them, and what joined each.
+    ``graph_notes(gm).packings`` says which, ``packed`` which nodes run on them, and what joined each.
     """
-    gm.meta["packings"], gm.meta["packed"] = (), {}
+    about = graph_notes(gm)
+    about.packings, about.packed = (), {}
     if context.device != "cpu" or context.policy.level == "O0" or not can_pack(context.low):
         return PassResult(gm, False)
     if any(grad_mode_at_nodes(gm.graph, False).values()):
@@ -71,8 +73,8 @@ def pack(gm: GraphModule, context: Context) -> PassResult:
     packer = _Packer(gm.graph, context.low)
     packer.find()
     packer.join()
-    gm.meta["packings"] = packer.write()
-    gm.meta["packed"] = {product.node.name: tuple(product.joined) for product in packer.products}
+    about.packings = packer.write()
+    about.packed = {product.node.name: tuple(product.joined) for product in packer.products}
     return PassResult(gm, bool(packer.products), tuple(packer.declined))
 
 
@@ -140,7 +142,7 @@ class _Packer:
         return readers[0] if [*arg_nodes(readers[0])].count((0, node)) == 1 or node in readers[0].args else None
 
     def _other_operand(self, product: Product, user: Node, how: str) -> Node | None:
-        """Where the two can be one kernel, which runs when both are there.
+        """Return the operand that may join a product in one kernel, which runs when both are there.
 
         A convolution's sum, where its channels are not in groups; oneDNN has none for transposed ones. Linears gain
         nothing: oneDNN's kernel reads the other operand as slowly as another pass over memory does (0.92 to 1.07 times
@@ -241,7 +243,7 @@ class _Packer:
         notes(node).fused = f"oneDNN, on a weight packed once{joined}"
 
     def _put_formats_back(self) -> None:
-        """What convolutions leave in channels_last goes so to whom it does not matter to."""
+        """Copy what convolutions leave in channels_last for readers to whom the order matters."""
         origins: dict[Node, tuple[Node, ...]] = {}
         weights = {product.node: product.weight for product in self.products if product.conv is not None}
         restored: dict[Node, Node] = {}

@@ -72,7 +72,7 @@ def propagate(gm: GraphModule, context: Context) -> PassResult:
 
 
 class _Walk:
-    """One forward walk over one graph."""
+    """Forward walk over one graph."""
 
     def __init__(self, gm: GraphModule, context: Context) -> None:
         self.gm = gm
@@ -226,7 +226,7 @@ def _gives_sparse(node: Node) -> bool:
 
 
 def _is_index(node: Node) -> bool:
-    """Whether somebody can take the value as an index only."""
+    """Return whether somebody can take the value as an index only."""
     for user in node.users:
         row = facts_at(user)
         ports = (0, "input", "tensor") if user.target in _LOOKUPS else row.indices
@@ -247,7 +247,7 @@ def _bind(body: GraphModule, operands: list[Any]) -> None:
 
 
 def _overload(target: Any) -> OpOverload | None:
-    """Of aten: the overload that is called, or one of a packet whose overloads all give as many results."""
+    """Return the aten overload that is called, or one of a packet whose overloads all give as many results."""
     if not isinstance(target, OpOverloadPacket):
         return target if isinstance(target, OpOverload) else None
     overloads = [getattr(target, name) for name in target.overloads()]

@@ -19,11 +19,24 @@ from typing import Final
 
 from torch.fx import GraphModule
 
-from fxprec.passes.canonicalize import canonicalize, every_graph
+from fxprec.passes.canonical.autocast_regions import resolve_autocast_regions
+from fxprec.passes.canonical.logit_losses import take_logits
+from fxprec.passes.canonical.rotary import recognize_rotary
+from fxprec.passes.canonicalize import canonicalize
 from fxprec.passes.context import Context, Pass
 from fxprec.passes.decide import decide
 from fxprec.passes.fold_casts import fold_casts
 from fxprec.passes.fuse import fuse
+from fxprec.passes.fusion.aligned_rows import align_rows
+from fxprec.passes.fusion.attention_calls import call_attention
+from fxprec.passes.fusion.channels_last import lay_out_images
+from fxprec.passes.fusion.depthwise_calls import call_depthwise
+from fxprec.passes.fusion.functional import make_functional
+from fxprec.passes.fusion.kernel_calls import call_kernels
+from fxprec.passes.fusion.wide_parts import move_wide
+from fxprec.passes.fusion.wide_sums import accumulate_wide
+from fxprec.passes.graph.annotations import graph_notes
+from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.insert_casts import insert_casts
 from fxprec.passes.keep_returned import keep_returned
 from fxprec.passes.merge_results import merge_results
@@ -33,16 +46,32 @@ from fxprec.passes.verify import check, verify
 
 log = logging.getLogger(__name__)
 
+#: Every rewrite that runs, in order. Each file's docstring has the graph before and after.
 PIPELINE: Final[tuple[Pass, ...]] = (
+    # one spelling for every op; what the program means by its own autocast
+    resolve_autocast_regions,
     canonicalize,
+    recognize_rotary,
+    take_logits,
+    # dtypes of the original program
     propagate,
     merge_results,
+    # which precision each op runs in, and the casts that this takes
     decide,
     insert_casts,
     fold_casts,
     keep_returned,
     share_returned,
+    # faster ways of the same
+    accumulate_wide,
+    lay_out_images,
+    call_depthwise,
+    call_attention,
+    make_functional,
+    call_kernels,
     fuse,
+    align_rows,
+    move_wide,
     verify,
 )
 
@@ -50,7 +79,7 @@ PIPELINE: Final[tuple[Pass, ...]] = (
 def run_passes(gm: GraphModule, context: Context, passes: Sequence[Pass] = PIPELINE) -> GraphModule:
     """Rewrite ``gm`` in place (its graph; never parameter data) and return it.
 
-    ``gm.meta["declined"]`` collects 'pass: node: reason' for every rewrite that a pass saw and did not make.
+    ``graph_notes(gm).declined`` collects 'pass: node: reason' for every rewrite that a pass saw and did not make.
 
     Raises:
         InvariantError: a pass broke an invariant; names pass, node, got and expected.
@@ -75,7 +104,7 @@ def run_passes(gm: GraphModule, context: Context, passes: Sequence[Pass] = PIPEL
             len(gm.graph.nodes),
             1e3 * (time.perf_counter() - started),
         )
-    gm.meta["declined"] = declined
+    graph_notes(gm).declined = declined
     for graph in every_graph(gm):
         graph.recompile()
     return gm

@@ -29,8 +29,7 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule, Node
 
-from fxprec.passes.canonicalize import subgraphs
-from fxprec.passes.context import Context, PassResult
+from fxprec.passes.context import Context, PassResult, bodies_last
 from fxprec.passes.graph.annotations import Arrival, nested, notes
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.returned import returned_values
@@ -39,19 +38,13 @@ from fxprec.passes.ops.aliases import written_memory
 from fxprec.passes.ops.table import facts_at
 
 
+@bodies_last
 def share_returned(gm: GraphModule, context: Context) -> PassResult:
     """Replace the casts of returned views by views of the casts of what they are views of."""
-    changed = context.policy.level != "O0" and _share(gm, context)
-    for body in subgraphs(gm):
-        changed |= share_returned(body, context).changed
-    return PassResult(gm, changed)
-
-
-def _share(gm: GraphModule, context: Context) -> bool:
     casts = {wide: source for wide in returned_values(gm.graph) if (source := widened(wide)) is not None}
     found = _views(casts) if len(casts) > 1 else []
-    if not found:
-        return False
+    if not found or context.policy.level == "O0":
+        return PassResult(gm, False)
     recorded = grad_mode_at_nodes(gm.graph, context.gradients)
     roots, written = written_memory(gm.graph)
     now: dict[Node, Node] = {}  # what became of a cast that others are views of
@@ -59,7 +52,7 @@ def _share(gm: GraphModule, context: Context) -> bool:
         alike = len({recorded[node] for node in (wide, *views, base)}) == 1
         if alike and roots[base] not in written:
             now[wide] = _view_of(now.get(base, base), views, wide)
-    return bool(now)
+    return PassResult(gm, bool(now))
 
 
 def _views(casts: dict[Node, Node]) -> list[tuple[Node, list[Node], Node]]:

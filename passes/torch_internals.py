@@ -86,5 +86,5 @@ def custom_op_autocast(op_name: str, device_type: str) -> torch.dtype | None:
 
 
 def codegen_of(graph: Graph) -> Any:
-    """What writes the source of a graph; None where it is torch.fx's own plain one."""
+    """Return what writes the source of a graph; None where it is torch.fx's own plain one."""
     return None if type(graph._codegen) is CodeGen else graph._codegen

@@ -19,12 +19,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxprec.errors import InvariantError
-from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.dtypes.fake_run import run_on_fakes
 from fxprec.passes.graph.annotations import CASTABLE, NO_OP, UNDECIDED, UNKNOWN, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
+from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.insert_casts import actual_dtype, original_dtype, wanted_dtypes
 from fxprec.passes.ops.aliases import written_by, written_memory
@@ -32,7 +32,7 @@ from fxprec.passes.ops.table import rule_of
 
 
 class Violation(NamedTuple):
-    """One node that breaks an invariant."""
+    """Violation of an invariant by one node."""
 
     node: str
     got: str

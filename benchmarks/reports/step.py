@@ -23,7 +23,6 @@ from benchmarks.measure import results
 from benchmarks.measure.interleaved import Ratio, Samples, Schedule, noise
 from benchmarks.measure.training_step import Setup
 from benchmarks.measure.variants import BASELINE
-from benchmarks.reports.predicted import estimate
 from benchmarks.workloads.training import NAMES, Workload
 
 __all__ = ["AGAINST", "Comparison", "Row", "draw", "found_before", "twin_of"]
@@ -133,7 +132,6 @@ class Comparison:
         return {
             "model": workload.name, "size": workload.size, "shape": workload.shape, "dtype": self.dtype,
             "clip": self.setup.clip, "parameters": workload.parameters(), "flops": self.flops,
-            "estimate_ms": estimate(workload.name, workload.size, self.dtype),
             "schedule": asdict(self.schedule), "builds": self.builds,
             "noise": self.noise if math.isfinite(self.noise) else None,
             "variants": {row.name: self._row_as_dict(row) for row in self.rows},
@@ -205,9 +203,6 @@ class Comparison:
             parts.append(
                 f"loss after {schedule.warm_up} steps {warmed[BASELINE]:.4f}, no variant further off than {off:.1g}"
             )
-        if (found := estimate(self.workload.name, self.workload.size, self.dtype)) is not None:
-            spans = ", ".join(f"{side} {found[side][0]:.1f}-{found[side][-1]:.1f}" for side in found if side != "floor")
-            parts.append(f"predicted for an H200, ms: floor {found['floor']:.1f}, {spans}")
         return "\n".join(parts)
 
 

@@ -139,10 +139,10 @@ def _described(value: object) -> str:
 
 
 def plain_constant(value: object) -> bool:
-    """Whether it is one that a graph can have built in, and tell from others."""
+    """Return whether a value is one that a graph can have built in, and tell from others."""
     return _pair("", value) is not None
 
 
 def same_constant(value: object, other: object) -> bool:
-    """Whether they are of one type and equal, signs of zeros too; a NaN is like another."""
+    """Return whether two constants are of one type and equal, signs of zeros too; a NaN is like another."""
     return plain_constant(value) and same(value, other)

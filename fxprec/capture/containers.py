@@ -58,7 +58,7 @@ class Contents:
 
 
 def unchanged(now: Any, saved: Any) -> bool:
-    """Whether a container holds the very same things in the same order."""
+    """Return whether a container holds the very same things in the same order."""
     if len(now) != len(saved):
         return False
     if not saved:

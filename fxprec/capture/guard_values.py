@@ -38,7 +38,7 @@ CONTAINERS: Final = _SEQUENCES | _MAPPINGS
 
 
 def is_container(value: Any) -> bool:
-    """Whether what it holds is part of what it is: a named tuple is one, like any tuple."""
+    """Return whether what a value holds is part of what it is, as of a list; a named tuple counts, like any tuple."""
     return type(value) in CONTAINERS or _is_named_tuple(value)
 
 
@@ -47,7 +47,7 @@ def _is_named_tuple(value: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a plain value, or a tuple of such."""
+    """Return whether a value is plain, or a tuple of plain values."""
     kind = type(value)
     if kind is tuple or _is_named_tuple(value):
         return all(map(is_plain, value))
@@ -69,7 +69,7 @@ def snapshot(value: Any) -> Any:
 
 
 def same(now: Any, then: Any) -> bool:
-    """Whether ``now`` is what ``then``, a snapshot, was taken of, or cannot be told from it by a program.
+    """Return whether ``now`` is what ``then``, a snapshot, was taken of, or no program can tell it from that.
 
     Numbers are compared with their types and the sign of a zero, containers with all that is in them; any other
     object must be the very same.

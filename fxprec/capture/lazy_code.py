@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from fxprec.capture.state_names import attribute_path
-from fxprec.passes.canonicalize import every_graph
-from fxprec.passes.graph.annotations import notes
+from fxprec.passes.graph.annotations import graph_notes, notes
 from fxprec.passes.graph.exact_graph import LazyGraphModule, make_exact
+from fxprec.passes.graph.subgraphs import every_graph
 
 
 def holding(tensors: Mapping[str, Tensor], graph: Graph, name: str) -> GraphModule:
@@ -49,5 +49,5 @@ def attach(root: nn.Module, path: str, value: Tensor) -> None:
 def with_code(gm: GraphModule) -> None:
     """Make it, and the bodies that it calls, exact in place for its user; ``recompile`` is no longer for later."""
     for each in (*every_graph(gm),):
-        if "region" not in each.meta:
+        if not graph_notes(each).region:
             make_exact(each)

@@ -18,7 +18,7 @@ _Hidden = tuple[set[str], Any, bool]
 
 
 class Lookups:
-    """Which names are hidden in some modules, and whether these still are the hidden ones.
+    """Guard of names that hide parameters, buffers or children of some modules.
 
     As long as instances and classes have as many attributes as they had, nothing else is asked.
     """
@@ -39,7 +39,7 @@ class Lookups:
         return True
 
     def change(self) -> str:
-        """What was hidden, or came to light."""
+        """Return what was hidden, or came to light."""
         for module, then in zip(self._modules, self._hidden, strict=True):
             now = _hidden(module)
             if names := now[0] ^ then[0]:

@@ -32,18 +32,18 @@ def mark(function: FunctionType, name: str, value: Any) -> None:
 
 
 def marked(function: Any, name: str) -> Any:
-    """What was noted on this very function, or None: ``functools.wraps`` copies notes to a function around it."""
+    """Return what was noted on this very function, or None; ``functools.wraps`` copies notes to one around it."""
     of, value = getattr(function, "__dict__", {}).get(name, (None, None))
     return value if of is not None and of() is getattr(function, "__func__", function) else None
 
 
 def defined_method(cls: type[nn.Module], name: str) -> Any:
-    """What a class has under this name, before a descriptor makes anything of it; None: nothing."""
+    """Return what a class has under this name, before a descriptor makes anything of it, or None."""
     return inspect.getattr_static(cls, name, None)
 
 
 def unbound_method(cls: type[nn.Module], name: str) -> Callable[..., Any]:
-    """What an instance's ``name`` runs, as a function whose first argument is the instance.
+    """Return what an instance's ``name`` runs, as a function whose first argument is the instance.
 
     A class may have a function there; or a property that gives one, a static method, a callable that takes no self.
     """
@@ -74,7 +74,7 @@ def unbound_method(cls: type[nn.Module], name: str) -> Callable[..., Any]:
 
 
 def has_signature(function: Any) -> bool:
-    """Not so for ``torch.matmul`` and the like, which are built in."""
+    """Return whether a callable has a signature, which ``torch.matmul`` and the like, built in, have not."""
     try:
         inspect.signature(function)
     except (TypeError, ValueError):

@@ -43,12 +43,12 @@ def restore_dtypes(value: Any, low: dtype, done: dict[int, tuple[Any, Any]] | No
 
 
 def has_low_input(inputs: Any, low: dtype) -> bool:
-    """Whether the caller passed a tensor of the low dtype: then low outputs may be the model's own."""
+    """Return whether the caller passed a tensor of the low dtype: then low outputs may be the model's own."""
     return any(isinstance(leaf, Tensor) and leaf.dtype == low for leaf in leaves_of(inputs))
 
 
 def made_by_namedtuple(kind: type) -> bool:
-    """Whether its constructor is that of ``collections.namedtuple``, which does no more than hold the fields."""
+    """Return whether ``collections.namedtuple`` made the constructor, which then only holds the fields."""
     made = next((base for base in kind.__mro__ if tuple in base.__bases__), None)
     code = getattr(getattr(made, "__new__", None), "__code__", None)
     return (
@@ -61,7 +61,7 @@ def made_by_namedtuple(kind: type) -> bool:
 
 
 def made_by_dataclass(kind: type) -> bool:
-    """Whether calling the class with its fields makes an equal object, and does nothing else."""
+    """Return whether calling the class with its fields makes an equal object, and does nothing else."""
     return (
         dataclasses.is_dataclass(kind)
         and type(kind) is type
@@ -75,12 +75,12 @@ def made_by_dataclass(kind: type) -> bool:
 
 
 def _is_generated(method: Any) -> bool:
-    """Whether ``dataclass`` wrote it."""
+    """Return whether ``dataclass`` wrote a method."""
     return getattr(getattr(method, "__code__", None), "co_filename", "").startswith("<")
 
 
 def has_more_than(value: Any, names: Container[str]) -> bool:
-    """Whether it has attributes beside these."""
+    """Return whether an object has attributes beside these."""
     return any(name not in names for name in getattr(value, "__dict__", ()))
 
 
@@ -117,7 +117,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def _widened(value: Tensor) -> Tensor:
-    """As FP32, in the mode that it was made in: of an inference tensor another one, with its gradient under no_grad."""
+    """Return a tensor as FP32, made in its mode: in inference mode, or with its gradient under no_grad."""
     with torch.inference_mode(value.is_inference()), torch.set_grad_enabled(not value.is_inference()):
         return value.float()
 
@@ -148,7 +148,7 @@ def _restore_attributes(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]
 
 
 def parts_of(value: Any) -> _Parts | None:
-    """What containers and dataclasses hold; None for anything else."""
+    """Return what a container or dataclass holds; None for anything else."""
     if isinstance(value, Tensor):  # dynamo, of a graph module, cannot give their __dict__
         return None
     attributes = attributes_of(value)
@@ -164,7 +164,7 @@ def parts_of(value: Any) -> _Parts | None:
 
 
 def _remade(value: Any, items: dict[Any, Any], attributes: dict[str, Any]) -> Any:
-    """One of the same class with other parts, made without its constructor, which may do more than hold them."""
+    """Make an object of the same class with other parts, without its constructor, which may do more than hold them."""
     kind = type(value)
     if isinstance(value, tuple):
         made = tuple.__new__(kind, items.values())

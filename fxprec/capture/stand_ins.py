@@ -51,7 +51,7 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 
 def _has_memory_of_its_own(tensor: Tensor) -> bool:
-    """Whether a copy of its storage is a copy of it: not so of a batch that is a view of a whole data set."""
+    """Return whether a copy of a tensor's storage copies it alone: a batch may be a view of a whole data set."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
         return False
     return tensor.untyped_storage().nbytes() <= 2 * tensor.numel() * tensor.element_size()

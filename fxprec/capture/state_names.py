@@ -36,7 +36,7 @@ def attribute_path(path: str) -> str:
 
 @functools.lru_cache(4096)  # the same few names stand in layer after layer
 def _free_name(name: str, reserved: frozenset[str] = _OF_MODULES) -> str:
-    """With an underscore behind a reserved name, and one more behind what looks like that."""
+    """Return a name with an underscore behind a reserved one, and one more behind what looks like that."""
     bare = name.rstrip("_")
     if name in reserved or bare in reserved or keyword.iskeyword(bare):
         name += "_"

@@ -28,7 +28,7 @@ _LAZY: Final = (map, filter, zip, enumerate)
 
 
 def steps_of(function: Callable[..., Any]) -> str | None:
-    """What a call of this function makes in place of running it: "a generator", or None."""
+    """Return what a call of this function makes in place of running it, such as "a generator", or None."""
     if inspect.isgeneratorfunction(function):
         return "a generator"
     if inspect.iscoroutinefunction(function):
@@ -37,7 +37,7 @@ def steps_of(function: Callable[..., Any]) -> str | None:
 
 
 def is_stepwise(output: object) -> bool:
-    """Whether code of the forward is still to run, step by step."""
+    """Return whether code of the forward is still to run, step by step."""
     return isinstance(output, _KINDS) or type(output) in _LAZY or type(output).__module__ == "itertools"
 
 

@@ -14,7 +14,7 @@ _DEPTH: Final = 8
 
 
 def enters_autocast(function: Callable[..., Any]) -> bool:
-    """Whether a function runs under ``torch.autocast`` as a decorator, on itself or on a function that it goes around.
+    """Return whether ``torch.autocast`` decorates a function, or a function that it wraps.
 
     ``torch.autocast("cpu")(forward)`` keeps the context in its closure, as does what Accelerate sets on a model.
     """
@@ -22,7 +22,7 @@ def enters_autocast(function: Callable[..., Any]) -> bool:
 
 
 def _held(function: Any, depth: int) -> Iterator[Any]:
-    """What a function has in its closure, and what the functions there have."""
+    """Yield what a function has in its closure, and what the functions there have."""
     function = getattr(function, "__func__", function)
     cells = getattr(function, "__closure__", None) or ()
     held = [getattr(function, "__wrapped__", None), getattr(function, "func", None)]  # the latter of a partial

@@ -51,7 +51,7 @@ class Ties:
         return [*map(id, chain.from_iterable([held.values() for held in self._held]))]
 
     def hold(self) -> bool:
-        """Whether they are the same. As long as the things in the slots are, nothing else is asked."""
+        """Return whether the ties are the same. As long as the things in the slots are, nothing else is asked."""
         if self._ids_now() == self._ids:
             return True
         slots = self._collect()
@@ -61,7 +61,7 @@ class Ties:
         return True
 
     def change(self) -> str | None:
-        """What was tied or untied, or None."""
+        """Return what was tied or untied, or None."""
         now = _first_of_each(self._collect())
         for label in {**self._first, **now}:
             before, after = self._first.get(label), now.get(label)
@@ -76,7 +76,7 @@ class Ties:
 
 
 def _first_of_each(slots: Slots) -> dict[str, str]:
-    """Of each slot the first one that holds the same thing; what holds None is alone."""
+    """Return for each slot the first one that holds the same thing; a slot that holds None is alone."""
     first: dict[int, str] = {}
     return {
         f"{prefix}{name}": f"{prefix}{name}" if each is None else first.setdefault(id(each), f"{prefix}{name}")

@@ -34,7 +34,7 @@ TRIPWIRES: Final[tuple[tuple[Any, str, str], ...]] = (
 
 
 def trips(target: Any) -> str | None:
-    """What a node of a graph does that calls one of these, whose original it holds; None where it does not."""
+    """Return what a function does that no graph can hold ("draws a random number"), or None if a trace may call it."""
     return next((what for owner, name, what in TRIPWIRES if vars(owner).get(name) is target), None)
 
 
@@ -77,7 +77,7 @@ def tripwires(decline: Callable[[str], Any]) -> list[tuple[Any, str, Any]]:
 
 
 def unpatched(value: Any) -> Any:
-    """What stands for a value when nothing is traced: the function that one of ours, or of fx's, takes the place of."""
+    """Return the function that a patched one takes the place of while a trace runs, or the value itself."""
     if isinstance(value, FunctionType) and value.__code__.co_filename in (__file__, fx_tracer_file):
         return getattr(value, "__wrapped__", value)
     return value

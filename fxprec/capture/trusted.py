@@ -54,22 +54,22 @@ _TORCH_STATE: Final = frozenset(id(getattr(torch, name)) for name in _STATE if h
 
 
 def is_torchs(thing: Any) -> bool:
-    """Whether torch itself made this function, class or module."""
+    """Return whether torch itself made this function, class or module."""
     return _module_of(thing).partition(".")[0] == "torch"
 
 
 def is_stdlib(thing: Any) -> bool:
-    """Whether it is of Python's standard library."""
+    """Return whether a function, class or module is of Python's standard library."""
     return _module_of(thing).partition(".")[0] in sys.stdlib_module_names
 
 
 def is_library(thing: Any) -> bool:
-    """Whether it is of one of both."""
+    """Return whether a function, class or module is torch's or of the standard library."""
     return is_torchs(thing) or is_stdlib(thing)
 
 
 def is_trusted(thing: Any) -> bool:
-    """Whether a function, class or module may be used while tracing."""
+    """Return whether a function, class or module may be used while tracing."""
     if id(thing) in _TORCH_STATE or id(thing) in _BUILTINS:
         return False
     module = _module_of(thing)

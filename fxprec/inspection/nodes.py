@@ -20,9 +20,9 @@ from torch.fx import GraphModule, Node
 from fxprec.errors import NotCapturedError
 from fxprec.model.captured import Captured
 from fxprec.model.module import conversion_of, graphs, is_converted
-from fxprec.passes.canonicalize import subgraph_of
 from fxprec.passes.graph.annotations import NO_OP, module_path, notes
 from fxprec.passes.graph.casts import CASTS
+from fxprec.passes.graph.subgraphs import subgraph_of
 from fxprec.passes.graph.text import dtype_name, shown_dtype
 from fxprec.passes.ops.table import facts_of
 from fxprec.passes.placement.sites import carries_float

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from fxprec.kernels.rows.run.accounting import bytes_moved, count_kernels
 from fxprec.kernels.rows.run.region import FusedRegion
-from fxprec.passes.canonicalize import every_graph
+from fxprec.passes.graph.subgraphs import every_graph
 
 REGION_COLUMNS: Final = ("region", "nodes", "path", "why", "kernels", "bytes moved", "x bound")
 

@@ -48,7 +48,8 @@ from fxprec.model.captured import Captured
 from fxprec.model.conversion import Conversion
 from fxprec.model.module import conversion_of, is_converted
 from fxprec.page.render import framed, render
-from fxprec.passes.graph.annotations import Rule, module_path, notes, weight_path
+from fxprec.passes.graph.annotations import Rule, graph_notes, module_path, notes, weight_path
+from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.graph.text import dtype_name, shown_dtype
 from fxprec.passes.ops.table import facts_of
 
@@ -272,7 +273,7 @@ def _sections(
         known = captured.get(gm)
         times = Times(conversion.settings, known.training) if conversion is not None and known is not None else None
         rows = tuple(_row(place, times) for place in own if place.node.op not in ("get_attr", "output"))
-        declined = tuple(_reason_line(text) for text in gm.meta.get("declined", ()))
+        declined = tuple(_reason_line(text) for text in graph_notes(gm).declined)
         activity = activations(place.node for place in own)
         about: dict[str, Any] = {}
         if known is not None:
@@ -314,7 +315,7 @@ def _headline(
         regions=region_line([region for section in sections for region in section.regions]),
         shadow_casts=kinds["shadow"],
         on_path=sum(bool(notes(node).returns) for gm in graphs for node in gm.graph.nodes),
-        folded=sum(gm.meta.get("folded", 0) for gm in graphs),
+        folded=sum(graph_notes(each).folded for gm in graphs for each in every_graph(gm)),
         activations=sum((section.activations for section in sections), Activations()),
         weights=held,
         rehearsal=_rehearsal(conversion, captured, held)
@@ -362,7 +363,7 @@ def _not_named(model: nn.Module, conversion: Conversion) -> Iterator[str]:
 def _packed(conversion: Conversion, graphs: Iterable[GraphModule]) -> str:
     if conversion.packed is None:
         return ""
-    products = [joined for gm in graphs for joined in gm.meta.get("packed", {}).values()]
+    products = [joined for gm in graphs for joined in graph_notes(gm).packed.values()]
     joined = [count(number, op) for op, number in Counter(itertools.chain(*products)).most_common()]
     held = conversion.packed.nbytes
     return (
@@ -436,7 +437,7 @@ def _slow(conversion: Conversion | None, computing: Iterable[Row]) -> str:
 
 def _cost_line(graphs: tuple[GraphModule, ...], rows: list[Row]) -> str:
     stay = sum(row.rule == Rule.FULL and row.why.startswith("pays:") for row in rows)
-    known = dict.fromkeys(gm.meta["costs"] for gm in graphs if "costs" in gm.meta)
+    known = dict.fromkeys(costs for gm in graphs if (costs := graph_notes(gm).costs))
     return f"{'; '.join(known)}: {count(stay, 'op')} not worth lowering" if known else ""
 
 

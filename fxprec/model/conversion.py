@@ -43,9 +43,9 @@ from fxprec.model.static import OtherDtypes, StaticEntry
 from fxprec.model.twins import twin_of
 from fxprec.model.watcher import Watcher
 from fxprec.model.wrappers import Wrappers
-from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.fuse import region_names
 from fxprec.passes.graph.annotations import notes
+from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.policy.terms import did_you_mean
 from fxprec.programs.call_form import CallForm, form_of_key
 from fxprec.programs.packed_weights import PackedWeights

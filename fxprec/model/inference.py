@@ -12,6 +12,7 @@ from torch import nn
 
 from fxprec.errors import ConversionError, GradientsWarning, ServiceWarning
 from fxprec.model.module import conversion_of, graphs
+from fxprec.passes.graph.annotations import graph_notes
 from fxprec.shadows import stores
 from fxprec.shadows.low_gradients import widened
 
@@ -92,7 +93,7 @@ def freeze(model: _Model, pack: bool = True) -> _Model:
     conversion.refuse_if_frozen("freeze")
     if conversion.bypassed:
         raise ConversionError("freeze within fxprec.original(model): leave that block first")
-    if any(graph.meta.get("counts_backward") for graph in graphs(model)):
+    if any(graph_notes(graph).counts_backward for graph in graphs(model)):
         warnings.warn(
             'fxprec.freeze: lower="pays" counted the backward pass of a training step when it chose what to lower. For '
             "a model that only serves, convert within torch.inference_mode(): then forwards alone are counted",

@@ -17,8 +17,8 @@ from torch.fx.node import map_arg
 
 from fxprec.capture.lazy_code import attach, with_code
 from fxprec.capture.state_names import attribute_path, keep_model_keys
-from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.graph.annotations import Op, Precision, Rule, notes, weight_path
+from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.insert_casts import actual_dtype
 from fxprec.programs.call_form import Argument, CallForm, Made, Result, Step, Way
 from fxprec.programs.graph_calls import check_arguments, restored

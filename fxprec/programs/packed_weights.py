@@ -33,7 +33,7 @@ from fxprec.passes.canonical.rope_calls import run_for as rope_run_for
 from fxprec.passes.context import Context
 from fxprec.passes.fusion.attention_calls import cpu_attention
 from fxprec.passes.fusion.attention_calls import run_for as attention_run_for
-from fxprec.passes.graph.annotations import notes
+from fxprec.passes.graph.annotations import graph_notes, notes
 from fxprec.passes.pack import pack
 from fxprec.passes.packing.products import Packing
 from fxprec.passes.runner import run_passes
@@ -86,14 +86,14 @@ class PackedWeights:
             return
         gm = _copy(program.gm)
         run_passes(gm, self.context, [pack])
-        if gm.meta["declined"]:
-            shown.meta["declined"] = [*dict.fromkeys([*shown.meta.get("declined", ()), *gm.meta["declined"]])]
-        shown.meta["packed"] = gm.meta["packed"]
-        if not gm.meta["packings"]:
+        found, about = graph_notes(gm), graph_notes(shown)
+        about.declined = [*dict.fromkeys([*about.declined, *found.declined])]
+        about.packed = found.packed
+        if not found.packings:
             return
         serving = {node.name: notes(node).fused for node in gm.graph.nodes}
         for node in shown.graph.nodes:
-            if node.name in gm.meta["packed"]:
+            if node.name in found.packed:
                 notes(node).fused = serving[node.name]
         program.packed = gm
         function = _PackedFunction(self, program, gm)
@@ -190,8 +190,9 @@ class _PackedFunction:
     def __init__(self, store: PackedWeights, program: Program, gm: GraphModule) -> None:
         names = [str(node.target) for node in program.gm.graph.find_nodes(op="placeholder")]
         paths = dict(zip(names, (*program.low, *program.plain), strict=False))
-        self.packings = tuple(packing.renamed(paths) for packing in gm.meta["packings"])
-        read = dict.fromkeys(name for packing in gm.meta["packings"] for name in packing.sources)
+        packings = graph_notes(gm).packings
+        self.packings = tuple(packing.renamed(paths) for packing in packings)
+        read = dict.fromkeys(name for packing in packings for name in packing.sources)
         self._paths = tuple(paths[name] for name in read)
         positions = [names.index(name) for name in read]
         self._weights: Callable[[Sequence[Any]], Any] = (

@@ -28,7 +28,7 @@ from typing import Final
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.passes.context import Context
+from fxprec.passes.context import Context, PassResult, bodies_last
 from fxprec.passes.graph.annotations import Rule, argument, notes
 from fxprec.passes.graph.fetched import body_of
 from fxprec.passes.ops.names import canonical_op
@@ -39,8 +39,14 @@ from fxprec.passes.torch_internals import HigherOrderOperator, enter_autocast, e
 _SEEN: Final = ("val", "example_value")
 
 
-def resolve_autocast_regions(gm: GraphModule, context: Context, within: bool = False) -> bool:
-    """Mark the nodes of regions and erase their borders, or make bodies of them; return whether there were any.
+@bodies_last
+def resolve_autocast_regions(gm: GraphModule, context: Context) -> PassResult:
+    """Mark the nodes of regions and erase their borders, or make bodies of them."""
+    return PassResult(gm, _resolve(gm, context, within=False))
+
+
+def _resolve(gm: GraphModule, context: Context, within: bool) -> bool:
+    """Resolve the regions of one graph; return whether there were any.
 
     Args:
         within: the graph is the body of a region that runs as it is written, and so do those further in.
@@ -70,7 +76,7 @@ def resolve_autocast_regions(gm: GraphModule, context: Context, within: bool = F
     for region in kept:
         body = _make_body(gm, region)
         if body is not None:
-            resolve_autocast_regions(body, context, within=True)
+            _resolve(body, context, within=True)
     return bool(erase or kept)
 
 

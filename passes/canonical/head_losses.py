@@ -68,7 +68,7 @@ def _call(before: Node, name: str, function: Callable[..., Any], *args: Any) -> 
 
 
 def _rank(weight: Any) -> int | None:
-    """How many dimensions the weight has; None where only a call tells."""
+    """Return how many dimensions the weight has, or None where only a call tells."""
     if not isinstance(weight, Node):
         return None
     value = attribute_of(weight) if weight.op == "get_attr" else weight.meta.get("val")

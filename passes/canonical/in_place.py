@@ -29,7 +29,7 @@ from fxprec.passes.torch_internals import OpOverload
 
 
 def is_in_place(node: Node, op: Op) -> bool:
-    """Whether the call writes to its first argument, by its name or by a flag."""
+    """Return whether the call writes to its first argument, by its name or by a flag."""
     return op.in_place or _is_flagged(node, facts_of(op.name).inplace)
 
 
@@ -39,7 +39,7 @@ def _is_flagged(node: Node, position: int | None) -> bool:
 
 
 def has_dtype_of_its_own(node: Node, op: Op, context: Context) -> bool:
-    """Whether the op's rule, overrides counted, is LOW, FULL or a dtype: what it would write to may have another."""
+    """Return whether the op's rule, overrides counted, is LOW, FULL or a dtype, which its target may not have."""
     rule, _ = context.policy.resolve(op.name, node, module_path(node), rule_of(op.name), context.device)
     return isinstance(rule, torch.dtype) or rule in (Rule.LOW, Rule.FULL)
 

@@ -8,13 +8,15 @@ Before::
 
 After::
 
-    %flat = view(%x, -1)
+    %finite = nan_to_num(%x, nan, 100.0, -100.0)
+    %flat = view(%finite, -1)
     %loss = binary_cross_entropy_with_logits(%flat, %target, %weight, reduction="sum")
 
 The loss is the same function of ``x``: ``-t log s(x) - (1 - t) log(1 - s(x)) = max(x, 0) - t x + log(1 + e^-|x|)``.
 In FP32 the left side ends at 16.6, where ``s(x)`` is 1 and torch takes 100 for the infinite logarithm; the right one
-does not. Others who read the sigmoid keep it. It stays where it is returned as well, so that the loss has a gradient
-with respect to it, and where somebody writes to its memory.
+does not. An infinite ``x``, as a mask leaves it, would be NaN there: it becomes the number for which the right side is
+what torch says of the left one. Others who read the sigmoid keep it. It stays where it is returned as well, so that the
+loss has a gradient with respect to it, and where somebody writes to its memory.
 """
 
 from __future__ import annotations
@@ -24,26 +26,33 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
+from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import Op, notes
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 from fxprec.passes.ops.names import cast_target
 from fxprec.passes.ops.table import facts_at
 
+#: What torch's loss takes for the infinite logarithm of 0.
+_INFINITE: Final = 100.0
+#: Of the sigmoid's meta, what the node takes over that makes its input finite.
+_HANDED_ON: Final = ("nn_module_stack", "stack_trace", "val", "example_value", "autocast")
 #: For the report.
 INSTEAD: Final = "in place of binary_cross_entropy of a sigmoid"
 
 
-def take_logits(graph: Graph) -> bool:
-    """Replace binary cross entropies of sigmoids. True where there were any."""
+@bodies_first
+def take_logits(gm: GraphModule, context: Context) -> PassResult:
+    """Replace binary cross entropies of sigmoids, but at O0, which changes nothing."""
+    graph = gm.graph
     losses = [node for node in graph.nodes if notes(node).op.name == "binary_cross_entropy"]
     losses = [
         node for node in losses if node.target in (F.binary_cross_entropy, torch.ops.aten.binary_cross_entropy.default)
     ]
     found = [(loss, chain) for loss in losses if (chain := _to_sigmoid(loss)) is not None]
-    if not found:
-        return False
+    if not found or context.policy.level == "O0":
+        return PassResult(gm, False)
     roots = alias_roots(graph)
     written = written_roots(graph, roots)
     changed = False
@@ -52,7 +61,7 @@ def take_logits(graph: Graph) -> bool:
             continue
         _rewrite(graph, loss, chain)
         changed = True
-    return changed
+    return PassResult(gm, changed)
 
 
 def _to_sigmoid(loss: Node) -> list[Node] | None:
@@ -78,6 +87,9 @@ def _rewrite(graph: Graph, loss: Node, chain: list[Node]) -> None:
     logits = sigmoid.args[0]
     assert isinstance(logits, Node)
     with graph.inserting_before(loss):
+        logits = graph.call_function(torch.nan_to_num, (logits, float("nan"), _INFINITE, -_INFINITE))
+        notes(logits).op = Op("nan_to_num")
+        logits.meta.update({key: sigmoid.meta[key] for key in _HANDED_ON if key in sigmoid.meta})
         for view in views:
             logits = graph.node_copy(view, partial(_instead, logits))
     if loss.target is F.binary_cross_entropy:

@@ -60,7 +60,7 @@ def run_for(x: Tensor, cos: Tensor, sin: Tensor, half: int | str | None) -> Run 
 
 
 def _is_looped(*tensors: Tensor) -> bool:
-    """Not where somebody looks into the ops: our own have no rule for vmap and forward mode."""
+    """Return whether a compiled loop serves these: not under a transform or compiler, which look into ops."""
     return watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None and all(map(suits_loops, tensors))
 
 

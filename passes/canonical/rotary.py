@@ -27,9 +27,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import GraphModule, Node
 
 from fxprec.passes.canonical.rope_calls import NEIGHBOURS, rope
+from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import Op, argument, notes
 from fxprec.passes.graph.fetched import attribute_of
 from fxprec.passes.ops.aliases import alias_roots, written_roots
@@ -37,14 +38,16 @@ from fxprec.passes.ops.aliases import alias_roots, written_roots
 _HALVES: Final = ("first", "second")
 
 
-def recognize_rotary(graph: Graph, compiled: bool = False) -> bool:
-    """Replace rotary embeddings of a canonical graph by calls of ``rope``. True where there were any.
+@bodies_first
+def recognize_rotary(gm: GraphModule, context: Context) -> PassResult:
+    """Replace rotary embeddings of a canonical graph by calls of ``rope``, where regions run as kernels.
 
     Those stay whose tensors are written to, which might be between product and sum; and whose result is another dtype
-    than x's was, as of float64 tables. With ``compiled`` also those whose tables are learned: no loop serves them.
+    than x's was, as of float64 tables; where regions are loops also those with learned tables, which no loop serves.
     """
+    graph, compiled = gm.graph, context.regions == "loops"
     found, roots, written = False, dict[Node, Node](), set[Node]()
-    for node in [*graph.nodes]:
+    for node in [*graph.nodes] if context.regions in ("triton", "loops") else ():
         if _is(node, "add") and len(node.args) == 2 and not node.kwargs:
             matched = _match(*node.args) or _match(*reversed(node.args))
             if matched is not None and not roots:
@@ -58,7 +61,7 @@ def recognize_rotary(graph: Graph, compiled: bool = False) -> bool:
                 for product in products:
                     _erase(product)
                 found = True
-    return found
+    return PassResult(gm, found)
 
 
 def _may_be_one(
@@ -137,7 +140,7 @@ class _Half:
 
 
 def _half(node: Any) -> _Half | None:
-    """Of ``x[..., :n]``, ``x[..., ::2]`` and the like, parts of ``chunk(x, 2, -1)`` and of ``split(x, (n, n), -1)``."""
+    """Match half of a tensor: ``x[..., :n]``, ``x[..., ::2]``, a part of ``chunk(x, 2, -1)`` or ``split``."""
     if not _is(node, "getitem"):
         return None
     source, index = node.args

@@ -29,12 +29,12 @@ class ByteCosts:
         self._traffic = _FUSED_TRAFFIC if absorbs else _FP32_TRAFFIC
 
     def cast(self, node: Node) -> float:
-        """Of casting the node's value to the other dtype."""
+        """Return the cost of casting the node's value to the other dtype."""
         moved = self._moved(node)
         return _CAST_CALL + moved if moved else 0.0
 
     def traffic(self, node: Node) -> float:
-        """What it costs more to have the node, no LOW op, write FP32 and not low."""
+        """Return how much more it costs when the node, no LOW op, writes FP32 in the place of the low dtype."""
         return self._moved(node) * self._traffic
 
     def _moved(self, node: Node) -> float:

@@ -204,7 +204,7 @@ class DeviceCosts:
         return f"{self.name}{threads}, {self.source}"
 
     def seconds(self, work: Work, dtype: torch.dtype, amount: float) -> float:
-        """What this much work takes in this dtype."""
+        """Return the seconds that this much work takes in this dtype."""
         return self.curves[dtype][work](amount)
 
     def product(self, dtype: torch.dtype, flop: float, elements: float) -> float:
@@ -281,7 +281,7 @@ class DeviceCosts:
 
     @property
     def loops(self) -> LoopPrices | None:
-        """What compiled loops are priced by; None where nobody measured it."""
+        """Prices of compiled loops; None where nobody measured them."""
         full, low = (self.curves.get(dtype, {}) for dtype in _OF_LOOPS)
         if not LOOPS <= low.keys() or not LOOPS - LOOPS_ALONE <= full.keys():
             return None
@@ -316,7 +316,7 @@ class DeviceCosts:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DeviceCosts:
-        """What ``to_dict`` gave.
+        """Make the costs of what ``to_dict`` gave.
 
         Raises:
             ValueError, KeyError, TypeError: it is something else.

@@ -59,7 +59,7 @@ def fake_result(node: Node, low: torch.dtype) -> DTypeInfo:
 
 
 def _captured_otherwise(node: Node) -> bool:
-    """Whether autocast had given some input another dtype than the original program has."""
+    """Return whether autocast had given some input another dtype than the original program has."""
     return any(
         source.meta.get("val") is not None and value_dtype(source.meta["val"]) != notes(source).dtype
         for source in node.all_input_nodes
@@ -68,7 +68,7 @@ def _captured_otherwise(node: Node) -> bool:
 
 
 def _lowered_itself(node: Node, captured: DTypeInfo) -> bool:
-    """Whether the result has a low dtype that no input has: autocast may be registered for the op, or work within."""
+    """Return whether the result has a low dtype that no input has: autocast is registered for the op, or used in it."""
     inputs = {info for source in node.all_input_nodes for info in leaves(notes(source).dtype)}
     return any(info in _LOW and info not in inputs for info in leaves(captured))
 

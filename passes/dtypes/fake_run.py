@@ -44,7 +44,7 @@ class Disagreement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What a node gives: fake tensors of the right sizes, and the dtypes that they have in this graph."""
+    """Value of a node in the fake run: fake tensors of the right sizes, and the dtypes that they have in this graph."""
 
     fakes: Any
     dtypes: Dtypes
@@ -107,7 +107,7 @@ def _disagreement(node: Node, dtypes: Dtypes, single: bool) -> Disagreement | No
 
 
 def _taken_apart(node: Node) -> bool:
-    """Whether every reader takes one of the results."""
+    """Return whether every reader takes one of the results."""
     return bool(node.users) and all(user.target is operator.getitem for user in node.users)
 
 
@@ -136,7 +136,7 @@ def _run(gm: GraphModule, mode: FakeTensorMode) -> Iterator[Disagreement]:
 
 
 def _key(node: Node, values: dict[Node, _Value]) -> object:
-    """What the dtypes of a result follow from; None where that is more than can be compared."""
+    """Return what the dtypes of a result follow from, to look it up by; None where that cannot be compared."""
     if notes(node).op.in_place:
         return None
 
@@ -160,7 +160,7 @@ def _key(node: Node, values: dict[Node, _Value]) -> object:
 
 
 def _runs(node: Node, values: dict[Node, _Value]) -> bool:
-    """Whether a call of torch's, with every tensor that it reads at hand as a plain fake one."""
+    """Return whether this is a call of torch's whose tensors are all at hand as plain fake ones."""
     if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
         return False
     row = rule_of(notes(node).op.name)

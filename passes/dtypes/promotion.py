@@ -33,7 +33,7 @@ _FIXED: Final[Mapping[str, DTypeInfo]] = MappingProxyType(
 
 
 class Operands(NamedTuple):
-    """What goes into a call.
+    """Operands of a call.
 
     Attributes:
         tensors: dtype and producer of every argument that is or may be a tensor, in order.
@@ -50,7 +50,7 @@ Kind: TypeAlias = Callable[[Operands], DTypeInfo]
 
 
 def is_zero_dim(node: Node) -> bool:
-    """Whether the value is known to be a 0-dim tensor; what nobody knows counts as dimensioned.
+    """Return whether the value is known to be a 0-dim tensor; what nobody knows counts as dimensioned.
 
     Known is: what was captured with shapes, a 0-dim parameter or buffer, the result of a reduction over everything,
     and that of an elementwise op whose tensors are all 0-dim. ``propagate`` writes the answer to

@@ -25,7 +25,7 @@ from fxprec.passes.torch_internals import OpOverload, schema_of
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a walk knows besides the dtypes in ``node.meta``.
+    """Facts that a walk knows besides the dtypes in ``node.meta``.
 
     Attributes:
         low: the low dtype: a fake value captured under autocast may have it for an original FP32.

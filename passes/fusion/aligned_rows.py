@@ -19,9 +19,10 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Graph, Node, Proxy
+from torch.fx import GraphModule, Node, Proxy
 
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.fusion.kernel_calls import cross_entropy
 from fxprec.passes.graph.annotations import argument, notes
 from fxprec.passes.graph.casts import CASTS
@@ -54,21 +55,26 @@ def aligned_linear(input: Any, weight: Any, bias: Any = None, apart: bool = Fals
     return F.linear(input, weight, bias)
 
 
-def align_rows(graph: Graph, low: torch.dtype) -> bool:
-    """Replace those of weights whose number of rows is no multiple of 8. Returns whether any was."""
-    changed = False
-    for node in graph.find_nodes(op="call_function", target=F.linear):
+@bodies_first
+def align_rows(gm: GraphModule, context: Context) -> PassResult:
+    """Replace those of weights whose number of rows is no multiple of 8.
+
+    It comes behind ``fuse``: a bias may have left its linear for a region.
+    """
+    changed, low = False, context.low
+    serves = context.device == "cuda" and (context.regions or context.native_mixed)
+    for node in gm.graph.find_nodes(op="call_function", target=F.linear) if serves else ():
         sizes = weight_sizes(node)
         if notes(node).precision.compute is low and sizes is not None and len(sizes) == 2 and sizes[0] % _VECTOR:
             node.target = aligned_linear
             node.kwargs = {**node.kwargs, "apart": all(_takes_pitch(user, sizes[0]) for user in node.users)}
             notes(node).fused = f"a product of {-(-sizes[0] // _VECTOR) * _VECTOR} outputs"
             changed = True
-    return changed
+    return PassResult(gm, changed)
 
 
 def _takes_pitch(reader: Node, columns: int) -> bool:
-    """Whether all the same comes of rows that lie apart: a view that cuts them would fail, a user would see it."""
+    """Return whether a reader gives the same for rows that lie apart; a view that cuts them would fail."""
     name = notes(reader).op.name
     if reader.target in CASTS or reader.target in (cross_entropy, F.cross_entropy) or name == "fused_region":
         return True
@@ -82,7 +88,7 @@ def _last(sizes: Any) -> Any:
 
 
 def weight_sizes(node: Node) -> tuple[int, ...] | None:
-    """Of the weight of a linear or convolution, below its cast; None where nobody knows."""
+    """Return the sizes of the weight of a linear or convolution, below its cast; None where nobody knows."""
     weight = argument(node, 1, "weight")
     if isinstance(weight, Node) and weight.target in CASTS:
         weight = weight.args[0]

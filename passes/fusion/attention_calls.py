@@ -24,9 +24,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Graph, Proxy
+from torch.fx import GraphModule, Proxy
 
 from fxprec.kernels.launch.direct import Run
+from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.costs.device_costs import AttentionWay
 from fxprec.passes.graph.annotations import argument, notes
 from fxprec.passes.graph.leaves import leaf
@@ -98,13 +99,17 @@ def run_for(
     return attend
 
 
-def call_attention(graph: Graph, low: torch.dtype, way: AttentionWay, alone: float, trained: float) -> bool:
-    """Replace what is computed low. Returns whether anything was."""
+@bodies_first
+def call_attention(gm: GraphModule, context: Context) -> PassResult:
+    """Replace what is computed low, where another way than torch's kernel is faster from some size on."""
+    if context.attention is None:
+        return PassResult(gm, False)
+    way, alone, trained = context.attention
     both = tuple(None if each == inf else round(each) for each in (alone, trained))
     changed = False
-    for node in graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
+    for node in gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
         decided = notes(node).precision
-        if decided.compute is not low:
+        if decided.compute is not context.low:
             continue
         # A forward alone under a mask: torch's takes less time than a loop with the mask that it adds, at every size.
         masked = argument(node, 3, "attn_mask") is not None
@@ -115,7 +120,7 @@ def call_attention(graph: Graph, low: torch.dtype, way: AttentionWay, alone: flo
         notes(node).precision = replace(decided, why=f"{decided.why}; {why}")
         notes(node).fused = f"attention by {_WAYS[way]}"
         changed = True
-    return changed
+    return PassResult(gm, changed)
 
 
 _WAYS: dict[AttentionWay, str] = {

@@ -28,8 +28,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node, Proxy
+from torch.fx import Graph, GraphModule, Node, Proxy
 
+from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import NON_TENSOR, Op, Precision, Rule, argument, notes
 from fxprec.passes.graph.leaves import leaf
 from fxprec.passes.ops.formats import taken_over, takes_over, writes_across
@@ -47,27 +48,31 @@ def channels_last(x: Any) -> Any:
     return x.new_empty_strided(x.shape, strides).copy_(x)
 
 
-def lay_out(graph: Graph, low: torch.dtype) -> tuple[bool, list[str]]:
-    """Give the low 2-D convolutions of a graph, and what runs between them, that layout.
+@bodies_first
+def lay_out_images(gm: GraphModule, context: Context) -> PassResult:
+    """Give the low 2-D convolutions of a graph, and what runs between them, that layout."""
+    if not context.channels_last:
+        return PassResult(gm, False)
+    return PassResult(gm, *_lay_out(gm.graph, context.low))
 
-    Returns:
-        whether it changed; and "node: reason" where it does not pay, or nobody can tell.
-    """
+
+def _lay_out(graph: Graph, low: torch.dtype) -> tuple[bool, tuple[str, ...]]:
+    """Lay out one graph. Return whether it changed; and "node: reason" where it does not pay, or nobody can tell."""
     convolutions = [node for node in graph.nodes if _is_convolution(node, low)]
     if not convolutions or any(node.target is channels_last for node in graph.nodes):
-        return False, []
+        return False, ()
     images, weights = 0, 0
     for node in convolutions:
         shapes = [_shape(argument(node, 0, "input")), _shape(argument(node, 1, "weight")), _shape(node)]
         if None in shapes:
-            return False, [f"{node.name}: whether channels last pay is not known without sizes"]
+            return False, (f"{node.name}: whether channels last pay is not known without sizes",)
         image, weight, result = (prod(shape) for shape in shapes if shape is not None)
         images, weights = images + image + result, weights + weight
     if images <= weights:
-        return False, [f"{convolutions[0].name}: channels last do not pay, weights are larger than images"]
+        return False, (f"{convolutions[0].name}: channels last do not pay, weights are larger than images",)
     inside = {node for node in taken_over(graph, {*convolutions}) if len(_shape(node) or ()) == 4}
     if (writer := writes_across(graph, inside)) is not None:
-        return False, [f"{writer.name}: writes to what would be a copy with channels last"]
+        return False, (f"{writer.name}: writes to what would be a copy with channels last",)
     for node in [*graph.nodes]:
         if node in inside:
             for source in _images(node):
@@ -77,7 +82,7 @@ def lay_out(graph: Graph, low: torch.dtype) -> tuple[bool, list[str]]:
             for source in node.all_input_nodes:
                 if source in inside:
                     node.replace_input_with(source, _copy(graph, source, last=False))
-    return True, []
+    return True, ()
 
 
 def _images(node: Node) -> list[Node]:
@@ -94,7 +99,7 @@ def _is_convolution(node: Node, low: torch.dtype) -> bool:
 
 
 def _may_read_either(node: Node) -> bool:
-    """Whether what comes out is no image, and the order does not matter: a size, a mean over pixels."""
+    """Return whether a reader gives no image, and the same for either order: a size, a mean over pixels."""
     if notes(node).op.name == "getattr":
         return argument(node, 1, "name") in ("shape", "ndim", "dtype", "device")
     shape = _shape(node)
@@ -102,7 +107,7 @@ def _may_read_either(node: Node) -> bool:
 
 
 def _copy(graph: Graph, source: Node, last: bool) -> Node:
-    """One copy of a value in the other layout, for all that read it from there on."""
+    """Make one copy of a value in the other layout, for all that read it from there on."""
     suffix = "last" if last else "first"
     name = f"{source.name}_{suffix}"
     known = next((user for user in source.users if user.name == name), None)

@@ -19,8 +19,9 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, Node, Proxy
+from torch.fx import GraphModule, Node, Proxy
 
+from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.fusion.aligned_rows import weight_sizes
 from fxprec.passes.graph.annotations import argument, notes
 from fxprec.passes.graph.leaves import leaf
@@ -43,10 +44,12 @@ def depthwise_conv2d(
     return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
 
 
-def call_depthwise(graph: Graph, low: torch.dtype) -> bool:
-    """Replace what is computed low and may gain, by the weight's sizes if they are known. Returns whether any was."""
-    changed = False
-    for node in graph.nodes:
+@bodies_first
+def call_depthwise(gm: GraphModule, context: Context) -> PassResult:
+    """Replace what is computed in bfloat16 on a CPU and may gain, by the weight's sizes if they are known."""
+    changed, low = False, context.low
+    serves = context.device == "cpu" and context.native_mixed and low is torch.bfloat16
+    for node in gm.graph.nodes if serves else ():
         if node.op != "call_function" or notes(node).op.name != "conv2d":
             continue
         decided = notes(node).precision
@@ -58,7 +61,7 @@ def call_depthwise(graph: Graph, low: torch.dtype) -> bool:
         node.target = depthwise_conv2d
         notes(node).precision = replace(decided, why=f"{decided.why}; {_WHY}")
         changed = True
-    return changed
+    return PassResult(gm, changed)
 
 
 def _may_gain(node: Node, stride: Any, _: Any, dilation: Any) -> bool:
@@ -78,6 +81,6 @@ def _are_numbers(size: object) -> bool:
 
 
 def _two(size: Any) -> tuple[int, int]:
-    """As torch reads a size: one number is both."""
+    """Return a size of two dimensions as a pair: torch takes one number for both."""
     values = tuple(size) if isinstance(size, tuple | list) else (size,)
     return values[0], values[-1]

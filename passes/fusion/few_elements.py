@@ -24,17 +24,17 @@ _FEWEST_OPS: Final = 5
 
 
 def is_large(x: Tensor) -> bool:
-    """Whether a GPU saves more time by a kernel than its host loses; where there is none, as for tests, any size is."""
+    """Return whether a kernel saves a GPU more time than it costs the host; without a GPU any size is large."""
     return x.numel() >= FEWEST or x.device.type != "cuda"
 
 
 def has_few_ops(region: Region) -> bool:
-    """Whether a kernel is more work for the host than torch's ops. A bias is none: it goes back into its product."""
+    """Return whether a kernel is more work for the host than torch's ops. A bias is none: its product adds it."""
     return sum(notes(node).op.name != "to" and not notes(node).state("bias_of") for node in region.nodes) < _FEWEST_OPS
 
 
 def elements_of(region: Region) -> int | None:
-    """Of its values, as they broadcast; None: its sizes are not known, or vary."""
+    """Return the elements of a region's values, broadcast; None where its sizes are not known, or vary."""
     sizes = [size for size in region.shape or () if isinstance(size, int)]
     return None if region.shape is None or len(sizes) < len(region.shape) else prod(sizes)
 

@@ -12,10 +12,11 @@ last write: then there is no way to see the difference.
 
 from __future__ import annotations
 
-from torch.fx import Graph, Node
+from torch.fx import GraphModule, Node
 
 from fxprec.kernels.rows.program.lowering import LOWERINGS
 from fxprec.passes.canonical.in_place import out_of_place
+from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.fusion.effects import stretches
 from fxprec.passes.fusion.row_operations import INTEGERS
 from fxprec.passes.graph.annotations import NO_OP, notes
@@ -25,8 +26,12 @@ from fxprec.passes.ops.aliases import alias_roots, written_by
 from fxprec.passes.ops.table import rule_of
 
 
-def make_functional(graph: Graph) -> bool:
-    """Replace in-place row operations by functional ones where nobody can tell. True where any was replaced."""
+@bodies_first
+def make_functional(gm: GraphModule, context: Context) -> PassResult:
+    """Replace in-place row operations by functional ones where regions are formed and nobody can tell."""
+    if not context.regions:
+        return PassResult(gm, False)
+    graph = gm.graph
     written = [(target, node) for node in graph.nodes for target in written_by(node)]
     roots = alias_roots(graph) if written else {}
     writes: dict[Node, list[Node]] = {}
@@ -53,11 +58,11 @@ def make_functional(graph: Graph) -> bool:
                     user.replace_input_with(current, node)
             current = node
         changed = True
-    return changed
+    return PassResult(gm, changed)
 
 
 def _maker(writer: Node) -> Node:
-    """What the first of several writes, each to the result of the one before, writes to."""
+    """Return the node that made the memory which the first of several writes, each to the result before, writes to."""
     target = writer
     while notes(target).op.in_place and isinstance(target.args[0], Node):
         target = target.args[0]
@@ -65,18 +70,18 @@ def _maker(writer: Node) -> Node:
 
 
 def _fresh(node: Node) -> bool:
-    """Whether the result is memory of its own: of an op that we know, and no view or tuple of views."""
+    """Return whether the result is memory of its own: of an op that we know, and no view or tuple of views."""
     row = rule_of(notes(node).op.name)
     return row is not None and (not row.view or _converts(node))
 
 
 def _converts(node: Node) -> bool:
-    """Whether it is a cast of ours to another dtype: always a copy."""
+    """Return whether it is a cast of ours to another dtype: always a copy."""
     return node.target is cast and actual_dtype(node.all_input_nodes[0]) not in (None, actual_dtype(node))
 
 
 def _can_change(node: Node) -> bool:
-    """Whether it is an in-place row operation whose result has the dtype of what it writes to, and how to say so."""
+    """Return whether this is an in-place row operation whose result has the dtype of what it writes to."""
     op = notes(node).op
     if op is NO_OP or not op.in_place or op.name not in LOWERINGS:
         return False

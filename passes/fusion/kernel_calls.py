@@ -29,20 +29,22 @@ With compiled loops losses and max poolings do, each from a size on.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, Node, Proxy
+from torch.fx import GraphModule, Node, Proxy
 
 from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.launch.operands import suits_loops
+from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.fusion.few_elements import FEWEST, is_large
 from fxprec.passes.graph.annotations import CASTABLE, Precision, notes
 from fxprec.passes.graph.casts import cast
 from fxprec.passes.graph.leaves import is_served, leaf
+from fxprec.passes.graph.returned import returned_with_gradient
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 
 _LOW: Final = (torch.float16, torch.bfloat16)
@@ -108,7 +110,7 @@ def max_pool2d(input: Any, kernel_size: Any, stride: Any = None, padding: Any = 
 
 
 def _numbers(size: Any) -> tuple[int, ...]:
-    """As torch reads a size: one number is both."""
+    """Return a size of two dimensions as a pair: torch takes one number for both."""
     return tuple(size) if isinstance(size, tuple | list) else (size,)
 
 
@@ -136,7 +138,7 @@ def cross_entropy(
 
 
 def _is_taken(x: Any) -> bool:
-    """Whether a kernel takes it; not where somebody looks into the ops: ours have no rule for vmap and forward mode."""
+    """Return whether a kernel takes it: not under a transform or a compiler, since our ops have no rule for vmap."""
     return watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None and is_served(x)
 
 
@@ -145,12 +147,12 @@ def _is_channels_last(x: Any) -> bool:
 
 
 def _is_wide(x: Any) -> bool:
-    """Whether a max pooling on a CPU is one for a loop; not where somebody looks into the ops, as in ``_is_long``."""
+    """Return whether a loop serves a max pooling on a CPU; not under a transform or compiler, as in ``_is_long``."""
     return watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None and x.numel() >= _LOOP_OF_POOL and suits_loops(x)
 
 
 def _is_long(logits: Any, many: int, classes: int) -> bool:
-    """Whether logits on a CPU are many, in long rows, so that torch's loss is not the fastest.
+    """Return whether logits on a CPU are many, in long rows, so that torch's loss is not the fastest.
 
     Not where somebody looks into the ops: vmap and forward mode have no rule for our own, a tracer would unroll them.
     """
@@ -164,19 +166,19 @@ def _is_long(logits: Any, many: int, classes: int) -> bool:
     )
 
 
-def call_kernels(
-    graph: Graph, by: Literal["triton", "loops", "aten"] = "triton", returned: Collection[Node] = ()
-) -> tuple[bool, list[str]]:
+@bodies_first
+def call_kernels(gm: GraphModule, context: Context) -> PassResult:
     """Replace batch norms (with a residual sum and relu), group norms (with silu), cross entropies, max poolings.
 
-    Args:
-        by: what runs: Triton's kernels; C++ loops; or torch's ops, where only losses gain, of logits that were cast.
-        returned: what the graph returns while gradients are recorded: a call reads such a value, never what it casts.
-
-    Returns:
-        whether any was replaced; and "node: reason" for those that the kernels do not take.
+    What runs goes by what fused regions run as: Triton's kernels; C++ loops; and where there are no regions torch's
+    ops, where only losses gain, of logits that were cast. A call reads what is returned with a gradient as it is
+    returned, never what that was cast from.
     """
-    changed, declined = False, []
+    by = context.regions or ("aten" if context.native_mixed else "")
+    if not by or (context.regions == "aten"):
+        return PassResult(gm, False)
+    graph, returned = gm.graph, returned_with_gradient(gm.graph, context.gradients)
+    changed, declined = False, list[str]()
     kernels = _BY[by]
     calls = [(node, op) for node in graph.nodes if (op := notes(node).op).name in kernels]
     roots = alias_roots(graph) if calls else {}
@@ -196,11 +198,11 @@ def call_kernels(
             declined.append(f"{node.name}: {op.name} of what the graph writes to in place")
         else:
             changed |= kernels[op.name](node, arguments, source, lambda each: roots.get(each) not in written)
-    return changed, declined
+    return PassResult(gm, changed, tuple(declined))
 
 
 def _read(arguments: dict[str, Any]) -> list[Node]:
-    """What an op reads and does not write, and below a cast what that read: the call may come later than both."""
+    """Return what an op reads, and what a cast of it read: the call may stand later than both."""
     own = [each for name in ("input", "weight", "bias") if isinstance(each := arguments.get(name), Node)]
     return own + [source for each in own if _is_inserted_cast(each) for source in each.all_input_nodes]
 
@@ -229,7 +231,7 @@ _FORMS: Final[dict[Any, Callable[..., Any]]] = {
 
 
 def _batch_norm(node: Node, arguments: dict[str, Any], source: Any, steady: Callable[[Node], bool]) -> bool:
-    """With the sum and relu behind it, where there are any."""
+    """Call the batch norm with the sum and the relu behind it, where there are any."""
     output = notes(node).precision.output
     end, residual, relu = node, None, False
     user = _only_user(end, "add")
@@ -249,7 +251,7 @@ def _batch_norm(node: Node, arguments: dict[str, Any], source: Any, steady: Call
 
 
 def _group_norm(node: Node, arguments: dict[str, Any], source: Any, steady: Callable[[Node], bool]) -> bool:
-    """Between two casts, with SiLU before the second: elsewhere its result is wanted in FP32.
+    """Call the group norm between two casts, with SiLU before the second: elsewhere its result is wanted in FP32.
 
     ``source``: what its input casts, or that input itself.
     """
@@ -278,7 +280,7 @@ def _group_norm(node: Node, arguments: dict[str, Any], source: Any, steady: Call
 def _cross_entropy(
     node: Node, arguments: dict[str, Any], source: Any, steady: Callable[[Node], bool], compiled: bool = False
 ) -> bool:
-    """Of the logits themselves, or of the ``source`` that they cast."""
+    """Call the loss of the logits themselves, or of the ``source`` that they cast."""
     logits = arguments["input"]
     if not isinstance(logits, Node) or notes(node).precision.output not in (None, torch.float32):
         return False  # float64 probabilities, or a policy's own dtype: the kernel's loss is FP32
@@ -297,7 +299,7 @@ def _cross_entropy(
 def _max_pool2d(
     node: Node, arguments: dict[str, Any], source: Any, steady: Callable[[Node], bool], compiled: bool = False
 ) -> bool:
-    """Of whole windows without dilation: of others torch's."""
+    """Call the pooling where its windows lie within the image and have no dilation: others are torch's."""
     dilation, ceil, indices = (arguments.pop(name, None) for name in ("dilation", "ceil_mode", "return_indices"))
     if ceil or indices or dilation not in (None, 1, (1, 1), [1, 1]):
         return False

@@ -18,7 +18,7 @@ from fxprec.passes.ops.table import facts_of
 
 
 def suits_loops(node: Node, prices: LoopPrices | None) -> bool:
-    """Whether a loop may hold the node: ``prices`` say of which ops torch's kernel takes less time; None: of none."""
+    """Return whether a loop may hold the node. ``prices`` tell where torch's kernel takes less time; None: nowhere."""
     if not is_row_operation(node) or drops(node) or (prices is not None and is_faster_by_torch(node, prices)):
         return False
     sources = [*node.all_input_nodes]
@@ -32,6 +32,6 @@ def _makes_images(node: Node) -> bool:
 
 
 def gains(region: Region) -> bool:
-    """Whether torch runs more than one kernel for it, or one that is slow: of one node, too."""
+    """Return whether torch runs more than one kernel for a region, or one that is slow, be it for one node."""
     worth = kernels_of(region.nodes) > 1 or any(map(gains_alone, region.nodes))
     return worth and bool(region.outputs) and (saves(region) or len(region.nodes) == 1)

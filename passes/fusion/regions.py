@@ -66,13 +66,13 @@ class Region:
 
     @property
     def inputs(self) -> list[Node]:
-        """What it reads, in the order of reading."""
+        """Values that the region reads, in the order of reading."""
         inside = set(self.nodes)
         return [*dict.fromkeys(s for node in self.nodes for _, s in arg_nodes(node) if s not in inside)]
 
     @property
     def outputs(self) -> list[Node]:
-        """Those of its nodes that others read."""
+        """Nodes of the region that others read."""
         inside = set(self.nodes)
         return [node for node in self.nodes if any(user not in inside for user in node.users)]
 
@@ -178,7 +178,7 @@ def _together(a: Region, b: Region) -> tuple[int, Shape | None] | None:
 
 
 def _broadcast(a: Shape, b: Shape) -> Shape | None:
-    """As torch does; a symbol is no 1. None where they do not fit, or may not."""
+    """Broadcast two shapes as torch does, where a symbol is no 1; None where they do not fit, or may not."""
     sizes = []
     for one, other in zip_longest(reversed(a), reversed(b), fillvalue=1):
         if one != other and 1 not in (one, other):
@@ -229,7 +229,7 @@ def _region(nodes: list[Node], stretch: int) -> Region:
 
 
 def saves(region: Region) -> bool:
-    """Whether something that was written and read again stays in registers."""
+    """Return whether something that was written and read again stays in registers."""
     return len(region.nodes) > 1 and bool(region.outputs) and any(notes(node).op.name != "to" for node in region.nodes)
 
 
@@ -246,6 +246,6 @@ def _stored(node: Node, region: Region) -> bool:
 
 
 def _gives_its_input(node: Node) -> bool:
-    """Whether the result may be the argument itself: ``contiguous``, or a dropout that drops nothing."""
+    """Return whether the result may be the argument itself: ``contiguous``, or a dropout that drops nothing."""
     op = notes(node).op
     return facts_of(op.name).view and op.name != "to" and not drops(node)

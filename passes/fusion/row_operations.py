@@ -33,7 +33,7 @@ _COUNTED: Final = 2**24
 
 
 def is_row_operation(node: Node) -> bool:
-    """Whether a row program can compute this node, if its shapes allow it."""
+    """Return whether a row program can compute this node, if its shapes allow it."""
     op = notes(node).op
     if op.in_place or node.op not in ("call_function", "call_method"):
         return False
@@ -58,14 +58,14 @@ def is_row_operation(node: Node) -> bool:
 
 
 def drops(node: Node) -> bool:
-    """Whether it is a dropout that drops: outside of training its calls do nothing."""
+    """Return whether this is a dropout that drops: outside of training its calls do nothing."""
     if notes(node).op.name != "dropout":
         return False
     return argument(node, 2, "training", True) is not False and argument(node, 1, "p", 0.5) not in (0, 1)
 
 
 def reduced_dimensions(node: Node) -> int:
-    """How many trailing dimensions the node reduces over; 0 for none, -1 where they are others, or not known."""
+    """Return how many trailing dimensions the node reduces over: 0 for none, -1 for others or where nobody knows."""
     op = notes(node).op
     if op.name not in ROW_REDUCTIONS:
         return 0
@@ -88,7 +88,7 @@ def _is_loaded(info: Any, results: bool) -> bool:
 
 
 def _is_boolean(node: Node, op: Op) -> bool:
-    """Whether an operation that gives bool gives the same of operands in FP32."""
+    """Return whether an operation that gives bool gives the same for operands in FP32."""
     sources = [notes(source).dtype for _, source in arg_nodes(node)]
     if op.name.startswith("logical_"):
         return all(dtype is torch.bool for dtype in sources)
@@ -109,7 +109,7 @@ def _reads_tensors(node: Node) -> bool:
 
 
 def _is_plain_cast(node: Node) -> bool:
-    """From one float dtype to another, on the same device and always a cast."""
+    """Return whether this always casts, from one float dtype to another on the same device."""
     source = node.args[0] if node.args else None
     if not isinstance(source, Node) or node.kwargs.keys() - {"dtype"}:
         return False
@@ -125,7 +125,7 @@ def _dropout(call: Any, input: Any, p: float = 0.5, training: bool = True, inpla
 
 
 def _binds(function: Any, node: Node) -> bool:
-    """Whether the lowering has these arguments, with no nested tensors among them and nothing unusual."""
+    """Return whether the lowering has these arguments, with no nested tensors among them and nothing unusual."""
     try:
         _signature(function).bind(None, *node.args, **node.kwargs)
     except TypeError:

@@ -28,7 +28,7 @@ from fxprec.passes.ops.table import facts_at
 
 @dataclass(frozen=True, slots=True)
 class SplitBias:
-    """One bias that was taken out."""
+    """Bias that was taken out of its product."""
 
     product: Node
     end: Node  # of the views behind it

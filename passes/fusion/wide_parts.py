@@ -25,9 +25,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph
+from torch.fx import GraphModule
 
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import argument, notes
 from fxprec.passes.graph.leaves import leaf, tracer_of
 
@@ -67,10 +68,12 @@ def _is_taken(x: Tensor) -> bool:
     return plain and watcher(COMPILER, SCRIPT, TRANSFORM, DUAL, ANY_MODE) is None
 
 
-def move_wide(graph: Graph) -> bool:
-    """Replace what cuts and what joins. Returns whether anything does."""
+@bodies_first
+def move_wide(gm: GraphModule, context: Context) -> PassResult:
+    """Replace what cuts and what joins, on a GPU."""
     changed = False
-    for node in [*graph.nodes]:
+    serves = context.device == "cuda" and (context.regions or context.native_mixed)
+    for node in [*gm.graph.nodes] if serves else ():
         op = notes(node).op
         if op is None:
             continue
@@ -86,4 +89,4 @@ def move_wide(graph: Graph) -> bool:
                 node.target, node.args, node.kwargs = joined, (argument(node, 0, "tensors"), dim), {}
                 notes(node).fused = "parts in wide words"
                 changed = True
-    return changed
+    return PassResult(gm, changed)

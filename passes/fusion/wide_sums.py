@@ -19,12 +19,14 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
+from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.ops.table import facts_of
 
 
-def accumulate_wide(gm: GraphModule) -> bool:
-    """Add ``dtype=torch.float32`` to each sum and mean that reads low and has an FP32 result; True if any changed."""
+@bodies_first
+def accumulate_wide(gm: GraphModule, context: Context) -> PassResult:
+    """Add ``dtype=torch.float32`` to each sum and mean that reads low and has an FP32 result."""
     changed = False
     for node in gm.graph.nodes:
         annotations = notes(node)
@@ -36,4 +38,4 @@ def accumulate_wide(gm: GraphModule) -> bool:
             node.kwargs = {**node.kwargs, "dtype": torch.float32}
             annotations.fused = "accumulates in FP32 while it reads low"
             changed = True
-    return changed
+    return PassResult(gm, changed)

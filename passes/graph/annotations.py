@@ -1,21 +1,22 @@
-"""What the passes write on a node: typed, each field with the pass that writes it.
+"""What the passes write on a node, and of a graph: typed, each field with the pass that writes it.
 
 ``notes(node)`` reads and writes them; they lie in ``node.meta`` under their names (``node.meta["precision"]``), so that
-they travel with every copy of the node that torch.fx makes. A pass that makes a node, or makes another one of it,
-writes all of that node's; of the others it writes its own fields only.
+they travel with every copy of the node that torch.fx makes. ``graph_notes(gm)`` does so with ``gm.meta``. A pass that
+makes a node, or makes another one of it, writes all of that node's; of the others it writes its own fields only.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 #: Dtypes that a policy may change. float64, integers, bool and complex are never touched.
 CASTABLE: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -24,7 +25,7 @@ SPARSE: Final = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc,
 
 
 class Rule(StrEnum):
-    """What a policy says of an op (DESIGN: the op table)."""
+    """Rule of a policy for an op (the op table: ``passes/ops/rule.py``)."""
 
     LOW = "low"
     FULL = "full"
@@ -58,7 +59,7 @@ NO_OP: Final = Op("")
 
 
 class Arrival(StrEnum):
-    """What a node reads that asks for no dtype of its own."""
+    """Dtypes in which a node reads that asks for none of its own."""
 
     AS_IT_ARRIVES = "as it arrives"
     ORIGINAL = "its original dtype"
@@ -66,7 +67,7 @@ class Arrival(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What ``decide`` says of one node.
+    """Decision of ``decide`` for one node.
 
     Attributes:
         reads: the dtype that the node's float data ports take, cast where they have another (its other float arguments
@@ -86,7 +87,7 @@ class Precision:
 
     @classmethod
     def arriving(cls, compute: torch.dtype | None, output: torch.dtype | None, rule: Rule, why: str) -> Precision:
-        """Of a node that takes everything as it arrives."""
+        """Make the decision for a node that takes everything as it arrives."""
         return cls(Arrival.AS_IT_ARRIVES, compute, output, rule, why)
 
 
@@ -100,8 +101,8 @@ _new: Final = object.__new__
 class Annotations:
     """The annotations of one node: a typed view of ``node.meta``, which torch.fx copies with the node.
 
-    Its attributes *are* the entries of that dict. Each field names the pass that writes it, and what it is where nobody
-    did.
+    Its attributes *are* the entries of that dict. Each field names the pass that writes it (of ``fused`` one of many),
+    and what it is where nobody did.
     """
 
     def __delattr__(self, field: str) -> None:
@@ -115,7 +116,7 @@ class Annotations:
     #: Equal for inputs, parameters and buffers that share memory; None where nothing does.
     memory: Annotated[Any, "capture"] = None
     #: The canonical op.
-    op: Annotated[Op, "canonicalize"] = NO_OP
+    op: Annotated[Op, "canonicalize", "make_functional"] = NO_OP
     #: Whether the graph writes to the memory of this input, parameter or buffer.
     written: Annotated[bool, "canonicalize"] = False
     #: False within ``autocast(enabled=False)``: the node keeps its original dtype. A dtype within the user's own
@@ -149,8 +150,10 @@ class Annotations:
     inserted: Annotated[bool, "insert_casts"] = False
     #: Whether the node is a cast by which others read a value as it is returned.
     returns: Annotated[bool, "keep_returned"] = False
-    #: Which kernel serves the node, in words. In a frozen model ``pack`` writes it, too.
-    fused: Annotated[str, "fuse"] = ""
+    #: Which kernel serves the node, in words.
+    fused: Annotated[
+        str, "accumulate_wide", "call_attention", "call_kernels", "fuse", "align_rows", "move_wide", "pack"
+    ] = ""
     #: The name of the region that the node is in.
     region: Annotated[str, "fuse"] = ""
     #: In a region: "stored" if the value leaves it, "kept" if not; "" outside.
@@ -163,12 +166,12 @@ class Annotations:
     bias_of: Annotated[Any, "fuse"] = None
 
     def state(self, field: str) -> bool:
-        """Whether somebody wrote that field."""
+        """Return whether somebody wrote that field."""
         return field in self.__dict__
 
 
 def notes(node: Node) -> Annotations:
-    """What the passes wrote on a node.
+    """Return the annotations of a node; assigning to a field writes it.
 
     It is asked a hundred times a node, so the view is made in the shortest way: without a call of ``__init__``.
     """
@@ -177,8 +180,44 @@ def notes(node: Node) -> Annotations:
     return view
 
 
+class GraphAnnotations:
+    """The annotations of a graph as a whole: a typed view of ``graph_module.meta``.
+
+    Each field names the pass that writes it, and what it is where nobody did. A graph and the bodies that it calls have
+    their own.
+    """
+
+    #: "pass: node: reason" for every rewrite that a pass saw and did not make. Of the bodies too.
+    declined: Annotated[Sequence[str], "runner"] = ()
+    #: The costs by which ops that do not pay stayed FP32, in words; "": none.
+    costs: Annotated[str, "decide"] = ""
+    #: Whether those counted a backward pass.
+    counts_backward: Annotated[bool, "decide"] = False
+    #: Casts, the user's and ours, that others read no longer.
+    folded: Annotated[int, "fold_casts"] = 0
+    #: Of the graph of a fused region: its name.
+    region: Annotated[str, "fuse"] = ""
+    #: Of all the regions that were found, fused or not.
+    region_names: Annotated[Sequence[str], "fuse"] = ()
+    #: Elements of the largest region that is left to torch's ops because it has few.
+    largest_left: Annotated[int | None, "fuse"] = None
+    #: Whether regions were fused that would be left to torch's ops if it were known that they are small.
+    wants_sizes: Annotated[bool, "fuse"] = False
+    #: What makes the packed weights that the graph takes, in their order.
+    packings: Annotated[Sequence[Any], "pack"] = ()
+    #: Name of each node that runs on packed weights -> the ops that joined it.
+    packed: Annotated[Mapping[str, Sequence[str]], "pack"] = MappingProxyType({})
+
+
+def graph_notes(gm: GraphModule) -> GraphAnnotations:
+    """Return what the passes wrote of a graph as a whole; assigning to a field writes it."""
+    view = _new(GraphAnnotations)
+    view.__dict__ = gm.meta
+    return view
+
+
 def is_castable(info: DTypeInfo | None) -> bool:
-    """Whether a value of this original dtype is (or, when unknown, may be) a float that a policy can cast."""
+    """Return whether a value of this original dtype is (or, when unknown, may be) a float that a policy can cast."""
     return info is UNKNOWN or (isinstance(info, torch.dtype) and info in CASTABLE)
 
 
@@ -188,11 +227,13 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
 
 
 def leaves(argument: Any) -> Iterator[Any]:
-    """What nested arguments are made of."""
+    """Yield the leaves of nested arguments."""
     if isinstance(argument, slice):
         argument = (argument.start, argument.stop, argument.step)
     elif isinstance(argument, dict):
         argument = argument.values()
+    elif isinstance(argument, range):
+        argument = tuple(argument[:1])  # a thousand integers are no more than one of them
     elif not isinstance(argument, tuple | list):
         yield argument
         return

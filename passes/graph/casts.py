@@ -56,7 +56,7 @@ def cast_saturating(x: object, dtype: torch.dtype) -> object:
 
 
 def write_out(out: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What ``out=`` does with a result: ``out`` takes its shape, keeps its own dtype, and is returned."""
+    """Do what ``out=`` does with a result: ``out`` takes its shape, keeps its own dtype, and is returned."""
     if isinstance(out, Proxy):
         return leaf(write_out, out, value)
     if out.shape != value.shape:

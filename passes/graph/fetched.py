@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 
 def attribute_of(node: Node) -> Any:
-    """What a get_attr node fetches; None where its graph has no module, or the module no such attribute."""
+    """Return what a get_attr node fetches; None where its graph has no module, or the module no such attribute."""
     value: Any = node.graph.owning_module
     for name in str(node.target).split("."):
         value = getattr(value, name, None)

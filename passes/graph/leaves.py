@@ -45,7 +45,7 @@ def tracer_of(value: Any) -> Any:
 
 
 def is_served(x: Tensor) -> bool:
-    """Whether a kernel takes this tensor; compilers and exporters get torch's own ops."""
+    """Return whether a kernel takes this tensor; compilers and exporters get torch's own ops."""
     if torch.compiler.is_compiling() or x.dtype not in CASTABLE:
         return False
     from fxprec.kernels.launch.triton_support import can_launch  # which loads Triton

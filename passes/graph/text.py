@@ -18,7 +18,7 @@ def dtype_name(dtype: object) -> str:
 
 
 def format_graph(gm: GraphModule) -> str:
-    """One line a node: name, dtype and call, as the snapshot tests and docstrings write it.
+    """Write a graph as text, one line a node: name, dtype and call, as the snapshot tests and docstrings have it.
 
     >>> %linear: bfloat16 = linear(%x_low, %weight_low, %bias_low)
     """

@@ -150,7 +150,7 @@ def outside_writes(gm: GraphModule) -> set[Node]:
 
 
 def _operands(node: Node) -> Iterator[tuple[Node, bool, bool]]:
-    """Of a higher-order op each operand of its bodies: whether one writes to it, and whether one may give it back."""
+    """Yield each operand of a higher-order op, whether a body writes to it, and whether one may give it back."""
     bodies = {source: body for source in node.all_input_nodes if (body := body_of(source)) is not None}
     operands = [source for _, source in arg_nodes(node) if source not in bodies]
     for body in bodies.values():

@@ -30,7 +30,7 @@ _WELL_FORMED: Final = re.compile(r"(?:\.\.\.|[A-Za-z])*")
 
 
 class Form(StrEnum):
-    """What an einsum computes."""
+    """Kind of computation that an einsum is."""
 
     CONTRACTION = "contraction"
     PRODUCT = "product"

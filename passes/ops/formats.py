@@ -23,7 +23,7 @@ from fxprec.passes.ops.table import facts_at
 
 
 def takes_over(node: Node) -> bool:
-    """Whether its values are the same in either order, and a result that is an image has the order of its operands.
+    """Return whether an op's values are the same in either order, and its image has the order of its operands.
 
     Not so views, some of which copy in one order and not in the other, and random draws, which follow the memory.
     """

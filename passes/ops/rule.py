@@ -40,7 +40,7 @@ class Writes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpRule:
-    """What is known of one canonical op. A port is an argument's position or keyword name.
+    """Row of the op table: facts of one canonical op. A port is an argument's position or keyword name.
 
     What a policy says of it:
 
@@ -227,7 +227,7 @@ def facts(names: str, **fields: Any) -> Further:
 
 
 def rows(rule: Rule, why: str, names: str, **options: Any) -> dict[str, OpRule]:
-    """One row for each of the blank-separated names, all alike."""
+    """Make one row for each of the blank-separated names, all alike."""
     row = OpRule(rule, why, **options)
     return dict.fromkeys(names.split(), row)
 

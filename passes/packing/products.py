@@ -29,7 +29,7 @@ _PACKED_DIMENSIONS: Final = (2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What makes one packed weight, and with ``norm`` the bias that comes with it.
+    """Recipe of one packed weight, and with ``norm`` of the bias that comes with it.
 
     Attributes:
         weight: the placeholder of the plain weight, or its path in the model.
@@ -77,7 +77,7 @@ class Product:
 
     @property
     def is_small(self) -> bool:
-        """Of a linear: of few rows torch's own loop may be faster, or nobody knows."""
+        """Flag of a product that torch's own loop may run faster: a linear of few, or unknown, rows."""
         if self.conv is not None:
             return False
         numel = notes(self.weight).numel
@@ -85,14 +85,14 @@ class Product:
 
     @property
     def packing(self) -> Packing:
-        """Of its weight."""
+        """Recipe of the product's packed weight."""
         norm = None if self.norm is None else tuple(None if each is None else str(each.target) for each in self.norm)
         same_bias = norm is not None and self.other is not None
         return Packing(str(self.weight.target), self.dtype, self.conv, norm, self.eps, same_bias)
 
 
 def product_of(node: Node, low: torch.dtype) -> Product | str:
-    """What can run on a packed weight; else why not, "" where nobody would expect it.
+    """Match a product that can run on a packed weight; else return why not, "" where nobody would expect it.
 
     Low ones, and convolutions in FP32. A linear in FP32 is MKL's: a small one takes a third of oneDNN's time.
     """
@@ -126,7 +126,7 @@ _DEFAULTS: Final = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1,
 
 
 def _geometry(node: Node, names: tuple[str, ...], dimensions: int) -> Geometry | str:
-    """Of a convolution, else why it has none."""
+    """Return the geometry of a convolution, or why it has none."""
     given = {name: argument(node, 3 + i, name, _DEFAULTS[name]) for i, name in enumerate(names)}
     groups = given.pop("groups")
     numbers = {name: found for name, value in given.items() if (found := _numbers(value, dimensions)) is not None}
@@ -150,7 +150,7 @@ def _is_weight(node: object) -> bool:
 
 
 def activation_of(node: Node, epilogue: Epilogue) -> Act | None:
-    """As oneDNN has it; None where an argument is no number."""
+    """Return the activation in oneDNN's terms; None where an argument is no number."""
     if epilogue.binary or not node.args or not isinstance(node.args[0], Node):
         return None
     options = [argument(node, *option) for option in epilogue.options]
@@ -161,7 +161,7 @@ def activation_of(node: Node, epilogue: Epilogue) -> Act | None:
 
 
 def fold(product: Product, norm: Node) -> bool:
-    """Whether it is a batch norm by running statistics, which the weight can take in."""
+    """Fold a batch norm by running statistics into the weight; return whether it is one that the weight can take in."""
     if notes(norm).op.name != "batch_norm" or norm.args[:1] != (product.node,):
         return False
     names = ("running_mean", "running_var", "weight", "bias")

@@ -46,7 +46,7 @@ class _Promotion(GraphWalk):
         self.original |= {root for node, root in classes.items() if self.reads_bits(node)}
 
     def reads_bits(self, node: Node) -> bool:
-        """Whether it is a view of floats as other numbers, which wants them in their original dtype."""
+        """Return whether it is a view of floats as other numbers, which wants them in their original dtype."""
         view = node.op.startswith("call") and facts_at(node).view and base_of(node) is not node
         floats = carries_float(notes(node).dtype) or notes(node).dtype is NON_TENSOR
         return view and not floats and carries_float(notes(base_of(node)).dtype) and notes(node).op.name != "to"
@@ -107,7 +107,7 @@ class _Promotion(GraphWalk):
                 notes(node).root_dtype = self.dtypes[node] = dtype
 
     def write(self, site: Site, floats: bool) -> None:
-        """In place: in the dtype of what is written."""
+        """Decide an in-place op: it computes in the dtype of what it writes to."""
         written = self.dtypes.get(site.base)
         if written is not None and floats:
             self.share_dtype(site.node, site.base)
@@ -117,7 +117,7 @@ class _Promotion(GraphWalk):
         self.decide(site.node, Rule.KEEP if keep else site.rule, site.why, None if keep else written)
 
     def listed(self, site: Site) -> Rule:
-        """What autocast's lists say, unless an override or the level says more."""
+        """Return what autocast's lists say of an op, unless an override or the level says more."""
         if site.dtype is not None or site.why != site.facts.why:
             return site.rule
         if site.facts.autocast is not None:

@@ -59,11 +59,11 @@ class _Budget:
         return min(filter(self._is_within, found), key=self.wanted)
 
     def _is_within(self, outcome: Outcome) -> bool:
-        """Whether the limit is kept, but for the last digits of a sum: those depend on its order."""
+        """Return whether the limit is kept, but for the last digits of a sum: those depend on its order."""
         return self.bounded(outcome) <= self.limit * (1 + _LAST_DIGITS)
 
     def _moves(self, good: Outcome, bad: Outcome) -> list[Move]:
-        """What is worth a try: ops made FP32 or low.
+        """Yield the assignments that are worth a try: ops made FP32 or low.
 
         One alone; one that makes a value and one that reads it, as what the former no longer rounds the latter does;
         and all that are connected in this way and differ between two points of the hull, as in either. With each goes
@@ -92,7 +92,7 @@ class _Budget:
         return now
 
     def _worth(self, now: Outcome, move: Move) -> tuple[float, Outcome]:
-        """What a move gains for its price, and where it leads; 0 where nothing is gained or the limit is passed.
+        """Return what a move gains for its price, and where it leads; 0 where it gains nothing or passes the limit.
 
         Beyond the limit what is gained is the way back to it.
         """
@@ -120,7 +120,7 @@ def _connected(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
 
 
 def _below(found: Outcome, one: Outcome, other: Outcome) -> bool:
-    """Whether a point is below the line through two others."""
+    """Return whether a point is below the line through two others."""
     run, rise = other.square - one.square, other.seconds - one.seconds
     line = one.seconds + rise * (found.square - one.square) / run
     return found.seconds < line - 1e-9 * abs(line)

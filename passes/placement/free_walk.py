@@ -84,7 +84,7 @@ class FreeWalk(PricedWalk):
             super().promote(site, variable)
 
     def tie(self, choices: Mapping[Node, int]) -> None:
-        """One decision for all ops of a name."""
+        """Tie all ops of a name to one decision."""
         names: dict[str, list[int]] = defaultdict(list)
         for node, variable in choices.items():
             names[node.name].append(variable)
@@ -94,7 +94,7 @@ class FreeWalk(PricedWalk):
                 self.variables.widen_with((other,), first)
 
     def digits_of(self, node: Node) -> tuple[Node, ...]:
-        """Where the digits of a value were made; itself unless the op only moves values."""
+        """Return the node that made the digits of a value; itself unless the op only moves values."""
         found: dict[Node, None] = {}
         waiting, seen = [node], {node}
         while waiting:
@@ -109,7 +109,7 @@ class FreeWalk(PricedWalk):
     def errors(
         self, time: CutProblem, squares: Mapping[Node, float], reads: Mapping[tuple[Node, Node], float]
     ) -> CutProblem:
-        """What is lost instead of what is taken: the cut problem of squared errors.
+        """Return the cut problem of squared errors: what is lost, in the place of what is taken.
 
         A tensor whose readers would all widen it for nothing costs where it is FP32 and one of them low, and no more.
         """
@@ -135,7 +135,7 @@ class FreeWalk(PricedWalk):
         return next((each for each in known if each is not None and self.variables.is_read(node, each)), None)
 
     def _unwidened(self, node: Node) -> Node:
-        """What a cast of the user's to FP32 was made of: it has no more digits than that."""
+        """Return what a cast of the user's to FP32 was made of: it has no more digits than that."""
         while notes(node).op.name == "to" and len(parts := self.parts.get(node, ())) == 1 and self.has(parts[0]):
             if self.variables.dtype_of(self.variables.value[node]) is not torch.float32:
                 break

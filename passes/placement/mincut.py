@@ -51,7 +51,7 @@ _LOW_DTYPES: Final = (torch.float16, torch.bfloat16)
 
 
 class _Decided(NamedTuple):
-    """What is known of a node before the cut: the variables of what it reads and puts out."""
+    """Facts of a node that are known before the cut: the variables of what it reads and puts out."""
 
     read: int | None
     out: int | None
@@ -163,7 +163,7 @@ class CutWalk(GraphWalk):
             {Rule.KEEP: self.keep, Rule.LOW: self.low, Rule.FULL: self.full}.get(site.rule, self.follow)(site, floats)
 
     def write(self, site: Site, floats: bool) -> None:
-        """In place: the result has the dtype of what is written, and no operand widens it."""
+        """Constrain an in-place op: the result has the dtype of what is written, and no operand widens it."""
         node, variables = site.node, self.variables
         variable = variables.value.get(site.base)
         others = [source for source in (*site.data, *site.kept) if source is not site.base]
@@ -186,7 +186,7 @@ class CutWalk(GraphWalk):
         self.decide(node, Rule.FULL if full else site.rule, why or site.why, variable)
 
     def view_of_written(self, site: Site, floats: bool) -> None:
-        """One variable with the memory that it shares."""
+        """Give a view of memory that is written to its base's variable: all views of one storage have one dtype."""
         node, variables = site.node, self.variables
         variable = variables.value[site.base]
         if site.rule is Rule.KEEP:  # of the bits as integers, and of complex numbers, the base tells

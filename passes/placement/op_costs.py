@@ -41,7 +41,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What an op takes without its casts, in picoseconds.
+    """Price of an op without its casts, in picoseconds.
 
     Attributes:
         full: in FP32.
@@ -56,7 +56,7 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Which LOW ops are left in FP32, told before casts are placed.
+    """Verdict on LOW ops: which are left in FP32, told before casts are placed.
 
     Attributes:
         stays: op -> why it stays FP32.
@@ -115,7 +115,7 @@ class OpCosts:
                 self._differentiable.add(node)
 
     def price(self, site: Site) -> Price | str:
-        """What the op of a LOW site takes; or why nobody knows."""
+        """Return what the op of a LOW site takes, or why nobody knows."""
         kinds: dict[Cost, Callable[[Site], Price]] = {
             "product": self._product,
             "convolution": self._convolution,
@@ -132,7 +132,7 @@ class OpCosts:
             return "sizes unknown"
 
     def cast(self, node: Node) -> float:
-        """Of a value to the other dtype, at every call; of a parameter: its shadow."""
+        """Return the cost of casting a value to the other dtype at every call; for a parameter, that of its shadow."""
         count = _elements(node)
         if node.op == "get_attr" and notes(node).kind == "parameter":
             return self._shadow(node, count or 1)
@@ -141,11 +141,11 @@ class OpCosts:
         return self._cast_of(count or 1) * (1 + self._flows(node))
 
     def traffic(self, node: Node) -> float:
-        """What it costs more to have an op other than LOW ones write FP32 and not low; negative: less."""
+        """Return how much more it costs when an op that is not LOW writes FP32; negative: less."""
         return self.stream(node, torch.float32) - self.stream(node, self.low)
 
     def stream(self, node: Node, dtype: torch.dtype) -> float:
-        """What it takes to have an op other than LOW ones write this dtype; 0 for views, and for unknown sizes."""
+        """Return the cost of an op that is not LOW writing this dtype; 0 for views, and for unknown sizes."""
         count = _elements(node)
         if count is None or facts_at(node).view:
             return 0.0

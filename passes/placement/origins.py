@@ -46,7 +46,7 @@ _EXACT: Final = (torch.bool, torch.int8, torch.uint8)
 
 
 class Origin(IntEnum):
-    """What a value is made of; of several operands the highest decides."""
+    """Origin of a value: what it is made of; of several operands the highest decides."""
 
     #: Buffers, created tensors, bools as numbers, results of periodic functions: they leave a count what it is.
     CONSTANT = 0

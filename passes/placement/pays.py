@@ -88,6 +88,6 @@ class PricedWalk(CutWalk):
         return self._costs.price(site)
 
     def is_overridden(self, site: Site) -> bool:
-        """Whether the policy names it: then that stands, whatever it costs."""
+        """Return whether the policy names it: then that stands, whatever it costs."""
         path = module_path(site.node)
         return any(each.match(site.name, site.node, path) for each in self.context.policy.overrides)

@@ -39,20 +39,20 @@ from fxprec.passes.placement.squares import is_square
 
 
 def commutes_with_rounding(site: Site) -> bool:
-    """Whether casting the input early is as good as casting the result: then the smaller of the two may be cast."""
+    """Return whether casting the input is as good as casting the result: then the smaller of the two may be cast."""
     view = site.facts.view and site.rule is Rule.FOLLOW
     return (view or site.facts.exact) and site.rule in (Rule.FOLLOW, Rule.PROMOTE) and site.dtype is None
 
 
 def overflows(site: Site, low: torch.dtype) -> bool:
-    """Whether an op fills a tensor with a number that the low dtype cannot hold: torch raises then."""
+    """Return whether an op fills a tensor with a number that the low dtype cannot hold: torch raises then."""
     numbers = (a for a in (*site.node.args, *site.node.kwargs.values()) if type(a) in (int, float))
     largest = torch.finfo(low).max
     return site.facts.numbers == "fill" and any(largest < abs(number) < math.inf for number in numbers)  # type: ignore[arg-type]
 
 
 def unsafe_number(site: Site, low: torch.dtype) -> str | None:
-    """Why an op cannot run low because of a number among its arguments; None where it can."""
+    """Return why an op cannot run low because of a number among its arguments; None where it can."""
     if site.facts.numbers == "aside":
         return None
     operands = site.facts.numbers is not None
@@ -84,7 +84,7 @@ def _guards(node: Node) -> bool:
 
 
 def overflowing_square(site: Site, context: Context) -> str | None:
-    """Why an op is FULL though the table says otherwise: it squares a value in float16.
+    """Return why an op is FULL though the table says otherwise: it squares a value in float16.
 
     None where it does not, where the policy says something of the op itself, and at O3, which lowers what is FULL.
     """
@@ -119,7 +119,7 @@ def written_classes(graph: Graph) -> dict[Node, Node]:
 
 
 def _shares_memory_of(node: Node) -> Iterator[Node]:
-    """As ``aliases.shared_sources``, without what converts or copies."""
+    """Yield what ``aliases.shared_sources`` yields, without what converts or copies."""
     op = notes(node).op
     if op is not NO_OP and not op.in_place:
         if op.name == "to":  # a cast to the dtype that the tensor has already gives the tensor itself

@@ -30,7 +30,7 @@ from fxprec.passes.ops.table import OpRule, facts_at, facts_of, rule_of
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One call.
+    """Call as the policy sees it.
 
     Attributes:
         name: canonical op, or the callee's name where it is no op.
@@ -59,11 +59,11 @@ class Site:
         return base_of(self.node)
 
     def has_mixed_kernel(self, context: Context) -> bool:
-        """Whether an eager kernel reads and writes low, and computes in FP32 inside."""
+        """Return whether an eager kernel reads and writes low, and computes in FP32 inside."""
         return self.dtype is None and context.native_mixed and context.device in self.facts.mixed
 
     def accumulates_wide(self, context: Context, asked: torch.dtype | None) -> bool:
-        """Whether the kernel takes a dtype to compute in, so that it may read low: ours, or one that the user gave."""
+        """Return whether the kernel takes a dtype to compute in, ours or the user's, so that it may read low."""
         if self.dtype is not None or not context.native_mixed:
             return False
         if asked is None:  # float64 may arrive where nobody knows: a dtype would narrow it
@@ -113,7 +113,7 @@ def _rule_of_bits(node: Node, context: Context) -> Rule | torch.dtype:
 
 
 def _takes_wide(node: Node) -> bool:
-    """Whether anybody uses a result that stays wide where the op is lowered (the logsumexp of an attention kernel)."""
+    """Return whether anybody uses a result that stays wide in a lowered op (an attention kernel's logsumexp)."""
     wide = notes(node).wide
     return bool(wide) and any(
         user.target is not operator.getitem or (user.args[1] in wide and bool(user.users)) for user in node.users
@@ -129,13 +129,13 @@ def base_of(node: Node) -> Node:
 
 
 def is_metadata(site: Site) -> bool:
-    """Whether only sizes, flags and the like come out: then any dtype may go in."""
+    """Return whether only sizes, flags and the like come out: then any dtype may go in."""
     facts = site.facts
     return facts.result == "none" and facts.rule is Rule.KEEP and not facts.reads_values
 
 
 def carries_float(info: DTypeInfo | None) -> bool:
-    """Whether a value is, holds, or may be a float that a policy can cast."""
+    """Return whether a value is, holds, or may be a float that a policy can cast."""
     return any(map(carries_float, info)) if isinstance(info, tuple) else is_castable(info)
 
 
@@ -156,12 +156,12 @@ def dtype_reference(node: Node) -> Node | None:
 
 
 def names_dtype(node: Node) -> bool:
-    """Whether a call says which dtype its result has."""
+    """Return whether a call says which dtype its result has."""
     return dtype_argument(node) is not None or dtype_reference(node) is not None
 
 
 def precision_of(node: Node, rule: Rule, why: str, reads: torch.dtype | None, output: torch.dtype | None) -> Precision:
-    """What is decided of a node. ``reads``: the dtype that it asks for, ``output``: that of its float; None: none."""
+    """Make the decision for a node. ``reads``: the dtype that it asks for, ``output``: of its float; None: none."""
     annotations = notes(node)
     info = annotations.dtype
     if output is None and isinstance(info, torch.dtype) and info.is_floating_point:

@@ -36,7 +36,7 @@ _T: Final = -2
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One value: the variable that makes it, those that read it, what a cast of it costs.
+    """Value of the cut problem: the variable that makes it, those that read it, what a cast of it costs.
 
     ``promoters`` are the users whose kernel promotes mixed inputs itself: in FP32 they read a low value for nothing.
     """
@@ -86,7 +86,7 @@ def solve(problem: CutProblem) -> list[bool]:
 
 
 def cost_of(problem: CutProblem, full: list[bool]) -> float:
-    """What an assignment costs; closures that it breaks are not counted."""
+    """Return the cost of an assignment; closures that it breaks are not counted."""
     total = sum(abs(cost) for variable, cost in problem.unary.items() if full[variable] is (cost > 0))
     for tensor in problem.tensors:
         if full[tensor.producer]:

@@ -28,7 +28,7 @@ _DEPTH: Final = 8
 
 
 def is_square(node: Node) -> bool:
-    """Whether the op multiplies a value by itself, element by element; it may sum the products up."""
+    """Return whether the op multiplies a value by itself, element by element; it may sum the products up."""
     row = facts_at(node)
     if row.squares is None:
         return False
@@ -47,7 +47,7 @@ def is_square(node: Node) -> bool:
 
 
 def same_value(a: Node, b: Node, depth: int = _DEPTH) -> bool:
-    """Whether both are known to hold the same values in the same places; views and copies are seen through."""
+    """Return whether both are known to hold the same values in the same places; views and copies are seen through."""
     a, b = _seen_through(a), _seen_through(b)
     if a is b:
         return True
@@ -70,7 +70,7 @@ def _same(a: Any, b: Any, depth: int) -> bool:
 
 
 def _seen_through(node: Node) -> Node:
-    """What a value was before it was copied, cast or detached, or viewed in its own shape."""
+    """Return what a value was before it was copied, cast or detached, or viewed in its own shape."""
     while (row := _row(node)) is not None and node.args and isinstance(source := node.args[0], Node):
         if not (row.same or (row.view and (_in_shape_of(node, source) or _lies_alike(node, source)))):
             break
@@ -96,7 +96,7 @@ def _lies_alike(a: Node, b: Node) -> bool:
 
 
 def _contracts_all(node: Node, factor: Node, row: OpRule) -> bool:
-    """Whether no dimension is left of what is multiplied by itself. In doubt a LOW op is taken for a Gram matrix."""
+    """Return whether no dimension is left of what is multiplied by itself; in doubt a LOW op is a Gram matrix."""
     rank = _rank(factor)
     if row.squares == "vectors":
         return rank == 1 or (rank is None and row.rule is not Rule.LOW)
@@ -110,7 +110,7 @@ def _contracts_all(node: Node, factor: Node, row: OpRule) -> bool:
 
 
 def _rank(node: Node) -> int | None:
-    """How many dimensions a value has; None where nobody knows."""
+    """Return how many dimensions a value has; None where nobody knows."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return value.dim()

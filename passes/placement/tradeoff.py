@@ -121,7 +121,7 @@ class TradeOff:
         return self.outcome(solve(replace(self._time, tensors=tuple(tensors), unary=unary)))
 
     def outcome(self, full: Sequence[bool]) -> Outcome:
-        """What an assignment takes and loses."""
+        """Return the cost and the error of an assignment."""
         seconds = (self._base + cost_of(self._time, [*full])) * 1e-12
         return Outcome(tuple(full), seconds, cost_of(self._error, [*full]))
 
@@ -160,7 +160,7 @@ class TradeOff:
         return Outcome(tuple(full), now.seconds + more[0] * 1e-12, now.square + more[1])
 
     def decided(self) -> Outcome:
-        """What the graphs' annotations say, as ``decide`` wrote them last."""
+        """Return the assignment of the graphs' annotations, as ``decide`` wrote them last."""
         pins = dict(self._time.pins)
         for node, variable in self.choices.items():
             pins[variable] = computes_full(node)
@@ -188,7 +188,7 @@ class TradeOff:
 
 
 def computes_full(node: Node) -> bool:
-    """Whether the op is annotated to read (or, where it reads nothing of its own, to compute in) FP32."""
+    """Return whether the op is annotated to read (or, where it reads nothing of its own, to compute in) FP32."""
     precision = notes(node).precision
     reads = precision.reads if isinstance(precision.reads, torch.dtype) else precision.compute
     return reads is torch.float32

@@ -145,7 +145,7 @@ class Variables:
         self._steps.append((node, producer, user))
 
     def widen_with(self, wide: Iterable[int], variable: int) -> None:
-        """Where one of these is FP32, so is the variable."""
+        """Constrain the variable to be FP32 where one of these is."""
         self._closures += [(each, variable) for each in wide]
 
     def promoting(self, site: Site) -> list[int]:
@@ -161,7 +161,7 @@ class Variables:
         return is_zero_dim(self._origin.get(source, source))
 
     def is_read(self, source: Node, variable: int) -> bool:
-        """Whether anybody reads a value in the dtype of this variable."""
+        """Return whether anybody reads a value in the dtype of this variable."""
         return variable in self._users.get(self.same(source), {})
 
     def problem(self) -> CutProblem:
@@ -185,7 +185,7 @@ class Variables:
         wide_readers = {node: sum(full[reader] for reader in users) for node, users in self._users.items()}
 
         def others(source: Node, own: int) -> tuple[int, int]:
-            """How many other readers of a value are FP32, and low."""
+            """Count the other readers of a value: those that are FP32, and those that are low."""
             users = self._users.get(source, {})
             wide = wide_readers.get(source, 0)
             low = len(users) - wide

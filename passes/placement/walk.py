@@ -64,7 +64,7 @@ class GraphWalk:
         """Look at a graph before its nodes. ``returns``: its outputs are FP32 in the end, or read by another graph."""
 
     def has(self, node: Node) -> bool:
-        """Whether the node's value is a float that was given a dtype."""
+        """Return whether the node's value is a float that was given a dtype."""
         raise NotImplementedError
 
     def assign_dtype(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
@@ -236,12 +236,12 @@ def _bodies(node: Node) -> list[GraphModule]:
 
 
 def _body_calls(gm: GraphModule) -> Counter[int]:
-    """How often each body (by id) is called from this graph."""
+    """Count how often each body (by id) is called from this graph."""
     return Counter({id(body): len(node.users) for node, body in bodies_in(gm).items()})
 
 
 def _runs_bodies(node: Node) -> bool:
-    """Whether a higher-order op just runs its bodies, so that what is in them is ours to decide."""
+    """Return whether a higher-order op just runs its bodies, so that their nodes are decided here."""
     name = notes(node).op.name
     return notes(node).autocast is not False and (name in _TRANSPARENT or name in _BOUNDED)
 

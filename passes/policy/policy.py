@@ -45,7 +45,7 @@ from fxprec.passes.policy.toml import dump, load
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What to lower. Every method that changes something returns a new policy."""
+    """Policy of a conversion: what is lowered. Every method that changes something returns a new one."""
 
     level: Level = "O1"
     overrides: tuple[Override, ...] = ()
@@ -118,12 +118,12 @@ class Policy:
         return known, why
 
     def of_module(self, path: str, modules: Mapping[str, object]) -> Resolved | None:
-        """What overrides of modules say of the one at ``path``; None: nothing. ``modules``: path -> module, of all."""
+        """Return what overrides say of the module at ``path``, or None. ``modules``: path -> module, of all."""
         overrides = (each for each in reversed(self.overrides) if each.matches_module(path, modules))
         return next((each.precision for each in overrides), None)
 
     def row(self, op_name: str, table_rule: OpRule | None, device: str | None = None) -> tuple[Resolved, str]:
-        """What is known of an op before level and overrides."""
+        """Return what is known of an op before level and overrides count."""
         for row in reversed(self.rules):
             if row.op == op_name:
                 return row.rule, row.why
@@ -136,7 +136,7 @@ class Policy:
 
     @property
     def has_tables(self) -> bool:
-        """Whether the overrides of a kind stand together, as the tables of a file do."""
+        """Flag of a policy whose overrides of a kind stand together, as the tables of a file do."""
         kinds = [kind for kind, _ in groupby(each.kind for each in self.overrides)]
         return len(kinds) == len({*kinds})
 

@@ -60,7 +60,7 @@ class CustomRule:
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """One override.
+    """Override of the policy for some ops or modules.
 
     Attributes:
         kind: what the pattern is compared with.
@@ -96,7 +96,7 @@ class Override:
         return f"{self.kind} {self.name!r}{value}" + (f" ({self.source})" if self.source else "")
 
     def match(self, op_name: str, node: Node, module_path: str) -> Resolved | None:
-        """What it says of a node, or None."""
+        """Return what the override says of a node, or None."""
         if self.kind == "where":
             found = cast(Predicate, self.pattern)(node)
             return None if found is None else parse_precision(found, f"override {self.label}, node {node.name!r}")
@@ -111,12 +111,12 @@ class Override:
         return self.precision if hit else None
 
     def matches_module(self, path: str, modules: Mapping[str, object]) -> bool:
-        """Whether it is about the module at ``path``, or one that it is in. ``modules``: path -> module, of all."""
+        """Return whether it names the module at ``path``, or one that holds it. ``modules``: path -> module, of all."""
         kinds = (type(modules[each]) for each in _with_parents(path) if each in modules)
         return self.kind == "modules" and (self._matches_path(path) or any(map(self._matches_class, kinds)))
 
     def complaint(self, ops: set[str], modules: Mapping[str, object], nodes: set[str]) -> str | None:
-        """Why it matches nothing among these names, or None where it does; a predicate may rightly find nothing.
+        """Return why it matches none of these names, or None where it does; a predicate may rightly find nothing.
 
         ``modules``: path -> module, its class, or None.
         """

@@ -36,7 +36,7 @@ _RULE_KEYS: Final = ("op", "rule", "why")
 
 
 def load(path: str | os.PathLike[str]) -> Parts:
-    """What a policy file says: level, overrides, rules.
+    """Read a policy file: level, overrides, rules.
 
     Raises:
         PolicyError: there is no such file, or it says something else than a policy; names the line.
@@ -53,7 +53,7 @@ def load(path: str | os.PathLike[str]) -> Parts:
 
 
 def loads(text: str, name: str = "<toml>") -> Parts:
-    """As ``load``, of a text; ``name`` stands for the file in messages."""
+    """Read a policy from a text, as ``load`` does; ``name`` stands for the file in messages."""
     try:
         document: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -1,4 +1,4 @@
-"""The benchmarks that count (those that time are commands), and the README's table against them."""
+"""The benchmarks that count (those that time are commands), and the table of docs/design.md against them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.casts import FUSED, markdown, rows
 from kernel_tools import DEVICES, run_in_the_interpreter
 
 ROOT = pathlib.Path(__file__).parents[2]
-README = ROOT / "README.md"
+DESIGN = ROOT / "docs" / "design.md"
 
 
 @pytest.mark.slow
@@ -24,7 +24,7 @@ def test_casts_of_a_12_layer_gpt():
     assert casts["fxprec O1, low gradients"][0] <= 80
     assert casts["fxprec O2"][0] <= 105
     assert casts["eager autocast"][:3] == [270, 97, 97]
-    assert markdown(table) in README.read_text(encoding="utf-8")
+    assert markdown(table) in DESIGN.read_text(encoding="utf-8")
 
 
 def test_bytes_of_a_training_step():
@@ -45,8 +45,8 @@ def test_the_regions_in_the_interpreter() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_casts_with_fused_regions(device: str) -> None:
     if device != "cpu":
-        pytest.skip("the README's table is a CPU's")
+        pytest.skip("the table of docs/design.md is a CPU's")
     table = rows(12, FUSED, length=4)
-    assert markdown(table) in README.read_text(encoding="utf-8")
+    assert markdown(table) in DESIGN.read_text(encoding="utf-8")
     casts = {variant: int(figures[0]) for variant, *figures in table}
     assert casts["fxprec O1, fused"] <= 100 and casts["fxprec O1, fused, low gradients"] <= 4

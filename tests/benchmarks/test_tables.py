@@ -114,44 +114,7 @@ def results(tmp_path: pathlib.Path) -> pathlib.Path:
     }  # fmt: skip
     data = {"model": "Llama 1B", "copy_bytes_a_second": 4.27e12, "timing": "in turns", "kernels": [swept]}
     save("forms-bfloat16-llama-1b", {"environment": ENVIRONMENT, **data}, root)
-    predicted = {"environment": ENVIRONMENT | {"device": "predicted"}, "dtype": "bfloat16", "measured": "Some-GPU"}
-    row = {"kernel": "rope", "shape": "4x8", "direction": "forward", "launches": 1, "bound": 50.0}
-    guesses = [
-        ("rope", "H100", 55.0, ""), ("rope", "H200", 60.0, "2 launches"), ("rope", "A100", None, "unrolled"),
-        ("pool", "A100", 50.0, ""),
-    ]  # fmt: skip
-    lines = [row | {"kernel": name, "machine": machine, "us": us, "why": why} for name, machine, us, why in guesses]
-    save("kernels-bfloat16", {**predicted, "rows": lines}, root)
-    compared = {"model": "m", "region": "fused_add", "direction": "forward", "spilled": 0}
-    save("forms-bfloat16", {**predicted, "kernels": [compared | {"times": [[10.0, 9.0], [20.0, 22.0]]}]}, root)
     return root
-
-
-def _save_steps(root) -> None:
-    """Predicted steps of two models, one of them without torch.compile's; and what a GPU measured of the other one."""
-
-    def times(*all_of_it):
-        return [{"all": ms, "kernels": ms / 4, "products": ms / 2, "others": ms / 4, "launches": 9} for ms in all_of_it]
-
-    row = {"model": "gpt", "shape": "big", "floor": 20.0, "simulated": 5, "unread": {}, "first": None, "trouble": ""}
-    theirs = {"side": "compile", "simulated": 7, "unread": {"odd": 2}, "first": 13.0}
-    rows = [
-        row | {"side": "fxprec", "machine": "H100", "times": times(33.0, 36.0, 42.0)},
-        row | {"side": "fxprec", "machine": "H200", "times": times(30.0, 32.0, 40.0)},
-        row | theirs | {"machine": "H200", "times": times(38.0, 40.0, 48.0)},
-        row | {"model": "unet", "side": "fxprec", "machine": "H200", "times": times(9.0, 10.0, 11.0)},
-        row | {"model": "unet", "side": "compile", "machine": "H200", "times": [], "trouble": "none", "floor": None},
-    ]
-    predicted = {"environment": ENVIRONMENT | {"device": "predicted"}, "dtype": "bfloat16", "size": "gpu"}
-    for machine in ("H100", "H200"):
-        of = [row for row in rows if row["machine"] == machine]
-        save(f"step-gpu-bfloat16-{machine}", predicted | {"rows": of}, root)
-    measured = {"environment": ENVIRONMENT | {"device": "NVIDIA-H200"}}
-    ours, others = {"median_ms": 40.0}, {"median_ms": 42.0}
-    save("step-gpu-bfloat16-gpt", measured | {"variants": {"o1-loss": ours, "compile": others}}, root)
-    kernels = {"fused_add_backward": [4000.0, 3.0], "adam_kernel": [500.0, 1.0], "nvjet_sm90_kernel": [9000.0, 8.0]}
-    traced = {"o1-loss": {"busy_ms": 13.6, "kernels": kernels}, "compile": {"busy_ms": 99.0, "kernels": kernels}}
-    save("hotspots-gpu-bfloat16-gpt", measured | {"variants": traced}, root)
 
 
 def page(*specs: str) -> str:
@@ -173,6 +136,32 @@ def test_step(results):
         + MEASURED.replace("abc123", "abc123, def456")
         + "\n\n<!-- end -->\n\nend\n"
     )
+
+
+def test_only_some_columns(results):
+    text, _ = rendered(page("step cpu only=o1-own"), results)
+    assert "| model |  | autocast, ms | O1, own optimizer |\n" in text and "| mlp | mlp's | 12.3 | = |\n" in text
+    text, _ = rendered(page("inference cpu only=frozen,fp32"), results)
+    assert "| model | batch | autocast, ms | frozen |\n" in text
+
+
+def test_gains(results):
+    """A row a device and use: geometric mean, extremes, and how many are faster, alike and slower."""
+    text, _ = rendered(page("gains"), results)
+    row = "| Some-CPU-2-threads | training: `convert(model)` | 1.05 | 0.90 to 1.23 | 1 / 0 / 1 | 2.13.0; 2026-01-02 |\n"
+    assert row in text
+    assert "| inference: `freeze(model)` | 2.01 | 1.01 to 4.00 | 1 / 1 / 0 |" in text
+    with pytest.raises(ResultsError, match="no results of step or inference"):
+        rendered(page("gains device=GPU"), results)
+
+
+def test_a_page_of_a_device_has_its_tables(results):
+    gpu = step("mlp", 0.02, {"o1": {"ratio": ratio(1.5, "faster")}}) | {"environment": ENVIRONMENT | {"device": "GPU"}}
+    save("step-cpu-bfloat16-mlp", gpu, results)
+    with pytest.raises(ResultsError, match="say which with device=NAME"):
+        rendered(page("step cpu"), results)
+    assert "| mlp | mlp's | 12.3 | **1.50** |" in rendered(page("step cpu"), results, "GPU")[0]
+    assert "**1.23**" in rendered(page("step cpu device=Some-CPU-2-threads"), results, "GPU")[0]
 
 
 def test_memory(results):
@@ -241,31 +230,6 @@ def test_forms(results):
     assert "Timed in turns. Of a copy: " in text and "copy's 4270 GB/s" in text and f"bfloat16; {MEASURED}" in text
 
 
-def test_predictions(results):
-    text, _ = rendered(page("predicted", "predicted-forms"), results)
-    assert "| kernel | shape | pass | A100, us | H100, us | H200, us | why, H200 |\n" in text
-    assert "| rope | 4x8 | forward | – | 55 (1.10) | 60 (1.20) | 2 launches |\n" in text  # noqa: RUF001
-    assert "| pool | 4x8 | forward | 50 (1.00) | – | – | – |\n" in text  # noqa: RUF001
-    assert "| m | `fused_add` | forward | 2 | 0.99 | 0.90 | 1.10 | 100 % | 1.00 |\n" in text
-    assert "| all | – | – | 2 | 0.99 | 0.90 | 1.10 | – | – |\n" in text  # noqa: RUF001
-    assert "forms on Some-GPU" in text and "not measured" in text
-    assert text.count("bfloat16; compiled by triton none; 2026-01-02, commit abc123.") == 2
-
-
-@pytest.mark.slow
-def test_predicted_steps(results):
-    _save_steps(results)
-    text, _ = rendered(page("predicted-steps", "predicted-parts"), results)
-    assert "| gpt | big | H100 | 20.0 | 36.0 | 33.0 – 42.0 | – | – | – | – | – | – |\n" in text  # noqa: RUF001
-    ours, theirs = "32.0 | 30.0 – 40.0 | 0.80", "40.0 | 38.0 – 48.0 | 0.95"  # noqa: RUF001
-    assert f"| gpt | big | H200 | 20.0 | {ours} | {theirs} | 1.25 | 1.05 |\n" in text
-    assert "| unet | big | H200 | 20.0 | 10.0 | 9.0 – 11.0 | – | not predicted | – | – | – | – |\n" in text  # noqa: RUF001
-    assert "least and most: fxprec 0.80 (0.80 to 0.80); torch.compile 0.95 (0.95 to 0.95)" in text
-    # A trace whose kernels are not all listed says nothing of a side.
-    assert "| gpt | fxprec | 5 | 8.0 | 4 | 4.5 | – | 16.0 | 8.0 | 0 |\n" in text  # noqa: RUF001
-    assert "| gpt | compile | 9 | 10.0 | – | – | 13.0 | 20.0 | 10.0 | 2 |\n" in text  # noqa: RUF001
-
-
 def test_what_was_generated_stays(results):
     once, count = rendered(page("step cpu", "memory cpu"), results)
     assert rendered(once, results) == (once, count) == (once, 2)
@@ -293,17 +257,15 @@ def test_several_devices(results):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (page("stp cpu"), "no table 'stp'; there are step, memory, accuracy, convert"),
+        (page("stp cpu"), "no table 'stp'; there are gains, step, memory, accuracy, convert"),
         (page("step gpu"), "no results of step-gpu-bfloat16-mlp: 'python -m benchmarks step' writes them"),
         (page("step cpu device=X"), "no results of 'step-cpu-bfloat16-mlp' on 'X': there are results of Some-CPU"),
         (page("step"), r"a table is 'step SIZE \[DTYPE\]'"),
+        (page("step cpu only=o1,o9"), "only=o9: there are fp32, compile"),
+        (page("gains cpu"), "'gains' takes nothing but device=NAME"),
         (page("watch"), r"a table is 'watch SIZE \[LEVEL\]'"),
         (page("watch cpu"), "no results of watch-cpu-O1-mlp: 'python -m benchmarks watch' writes them"),
         (page("hotspots"), r"a table is 'hotspots SIZE \[DTYPE\]'"),
-        (page("predicted float16"), "no results of 'kernels-float16' on 'predicted'"),
-        (page("predicted-forms cpu bfloat16"), r"a table is 'predicted-forms \[DTYPE\]'"),
-        (page("predicted-steps"), "no results of 'step-gpu-bfloat16-H200' on 'predicted'"),
-        (page("predicted-parts gpu bfloat16"), r"a table is 'predicted-parts \[DTYPE\]'"),
         (page("forms cpu bfloat16"), r"a table is 'forms \[DTYPE\]'"),
         (page("forms float16"), "no results of forms-float16-gpt-2-small: 'python -m benchmarks forms' writes them"),
         (page("ledger adds"), "'adds': a table is 'ledger QUESTION', with one of adds-up, planted, variances"),

@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch import nn
 
 import fxprec
 from examples import char_gpt, digits_cnn, explain_numbers, inspect_graph
-from fxprec.command_line.main import main
-from fxprec.model.module import is_converted
 from fxprec.testing import assert_precision
 
 ROOT = Path(__file__).parents[2]
@@ -220,31 +217,10 @@ def test_readme_reasons_and_assertions(capsys: pytest.CaptureFixture[str], elsew
     assert "def forward(self, input" in printed
 
 
-@pytest.mark.slow
-def test_readme_command_line(elsewhere: Path, capsys: pytest.CaptureFixture[str]):
-    names = pasted("# model.py")
-    model, batches, _ = names["factory"]()
-    assert isinstance(model, nn.Module) and len(batches) == 64
-    (source,) = [each for each in blocks("python") if each.startswith("# model.py")]
-    (elsewhere / "model.py").write_text(source, encoding="utf-8")
-    lines = [line for block in blocks("console") for line in block.splitlines() if "model.py:factory" in line]
-    assert len(lines) == 4
-    for line in lines:
-        assert main(line.removeprefix("python -m fxprec ").split()) == 0, line
-    assert (elsewhere / "page.html").exists() and fxprec.Policy.from_toml(elsewhere / "policy.toml")
-    assert capsys.readouterr().out.endswith("all is finite, and nothing was flushed that counts\n")
-
-
 def test_readme_policy(elsewhere: Path):
     model = pasted("policy = ")["model"]
     assert_precision(model, "3", torch.float32)
     assert_precision(model, "op:layer_norm", torch.bfloat16)
-
-
-def test_readme_scaler_and_optimizer(elsewhere: Path, capsys: pytest.CaptureFixture[str]):
-    names = pasted("model = fxprec.revert(model)\nmodel, scaler = fxprec.convert(model, scaler=")
-    assert isinstance(names["optimizer"], fxprec.optim.AdamW) and names["scaler"].skipped_steps == 0
-    assert "overflow" not in capsys.readouterr().out
 
 
 def test_readme_numbers(elsewhere: Path, capsys: pytest.CaptureFixture[str]):
@@ -252,33 +228,6 @@ def test_readme_numbers(elsewhere: Path, capsys: pytest.CaptureFixture[str]):
     printed = capsys.readouterr().out
     assert re.search(r"^loss [\d.]+, reference [\d.]+: error ", printed, re.MULTILINE)
     assert printed.endswith("\nNone\n")
-
-
-@pytest.mark.slow
-def test_readme_loops_of_torch_and_apex(elsewhere: Path):
-    torchs = pasted("model = fxprec.revert(model)\noptimizer = torch.optim")
-    assert torchs["scaler"].get_scale() == 65536 and not is_converted(torchs["model"])
-    apexs = pasted("from fxprec import amp")
-    assert isinstance(apexs["model"], nn.Sequential) and fxprec.graphs(apexs["model"])
-    assert apexs["loss"].item() == pytest.approx(torchs["loss"].item(), abs=0.5)
-
-
-def test_readme_training(elsewhere: Path):
-    model = pasted("model = fxprec.revert(model)\nmodel, scaler = fxprec.convert(model, (x,))")["model"]
-    assert all(p.grad is not None for p in model.parameters())
-    assert "unknown" not in str(fxprec.report(model).headline.activations)
-
-
-@pytest.mark.slow
-def test_all_blocks_of_readme_run_in_their_order(elsewhere: Path):
-    assert blocks("python")[-1].startswith("fxprec.freeze(model)")
-    names = pasted("fxprec.freeze(model)")
-    model, x = names["model"], names["x"]
-    exported = names["program"].module()(x)
-    assert exported.dtype is torch.float32
-    torch.testing.assert_close(exported, fxprec.graph_module(model)(x))
-    torch.testing.assert_close(exported, model(x), rtol=2**-7, atol=2**-7)  # a packed weight's product adds otherwise
-    assert {p.dtype for name, p in model.named_parameters() if name.startswith(("0", "3"))} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(

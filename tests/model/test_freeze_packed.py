@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxprec
 from fxprec.kernels.cpu.packed import Geometry, PackedConv, can_pack, pack_linear
 from fxprec.model.module import conversion_of
+from fxprec.passes.graph.annotations import graph_notes
 from fxprec.programs import packed_weights
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="no oneDNN with bfloat16 here")
@@ -145,7 +146,7 @@ def error(value, exact):
 
 
 def joined(model):
-    return [names for each in conversion_of(model).captured for names in each.gm.meta["packed"].values()]
+    return [names for each in conversion_of(model).captured for names in graph_notes(each.gm).packed.values()]
 
 
 def packs(model):
@@ -278,7 +279,7 @@ def test_an_output_padding_as_large_as_the_stride_is_torchs(options):
     exact, model = copy.deepcopy(model).double(), frozen(model)
     with torch.no_grad():
         assert error(model(IMAGES), exact(IMAGES.double())) < 0.01 and not runs_packed(model, IMAGES)
-    assert any("output padding" in each for each in fxprec.graph_module(model).meta["declined"])
+    assert any("output padding" in each for each in graph_notes(fxprec.graph_module(model)).declined)
 
 
 def test_sizes_of_results_and_images_of_three_dimensions():
@@ -708,7 +709,7 @@ def test_a_graph_that_makes_leaves_is_not_packed_and_gives_their_gradients():
     energy, leaf = own(x)
     (right,) = torch.autograd.grad(energy, leaf)
     model = frozen(own, x)
-    assert any("gradients of it may be asked for" in each for each in fxprec.graph_module(model).meta["declined"])
+    assert any("gradients of it may be asked for" in each for each in graph_notes(fxprec.graph_module(model)).declined)
     for _ in range(3):
         energy, leaf = model(x)
         torch.testing.assert_close(torch.autograd.grad(energy, leaf)[0], right, rtol=0.05, atol=0.05)

@@ -303,3 +303,60 @@ def test_a_returned_view_shares_memory_with_a_returned_value(view: Any, gradient
             results.append(part.detach().clone())
     expected, got = results[: len(results) // 2], results[len(results) // 2 :]
     torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("reads", ["innermost", "each"])
+def test_what_a_checkpoint_within_checkpoints_returns_lies_on_the_path(depth, reads):
+    """The innermost region makes and reads it, those around hand it on, or read it as well."""
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def region(self, x, depth):
+            if depth == 0:
+                h = self.a(x)
+                return self.b(h.tanh()), h
+            y, h = checkpoint(self.region, x, depth - 1, use_reentrant=False)
+            return self.b(y + h if reads == "each" else y), h
+
+        def forward(self, x):
+            return self.region(x, depth)
+
+    torch.manual_seed(0)
+    model, plain = Nested(), Nested()
+    plain.load_state_dict(model.state_dict())
+    lowered, _ = fxprec.convert(model, dtype=torch.bfloat16)
+    grads = []
+    for each in (lowered, plain):
+        y, h = each(torch.linspace(-1, 1, 24).view(3, 8))
+        h.retain_grad()
+        y.square().mean().backward()
+        assert h.dtype is torch.float32 and h.grad is not None
+        grads.append((h.grad, each.get_parameter("a.weight").grad))
+    for own, other in zip(*grads, strict=True):
+        assert (own - other).norm() <= 0.05 * other.norm()
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+@pytest.mark.parametrize("wide", [lambda h: h.float(), lambda h: h.to(torch.float32)], ids=["float", "to"])
+def test_a_cast_that_did_nothing_is_the_value_itself(wide, capture):
+    """``h.float()`` and ``h.contiguous()`` are ``h`` in FP32: one tensor, one gradient."""
+
+    def function(m: Net, x: Tensor) -> Any:
+        h = m.a(x)
+        u, v = wide(h), h.contiguous()
+        return m.b(v).sum() + u.sum(), h, v
+
+    torch.manual_seed(0)
+    net, plain = Net(function), Net(function)
+    plain.load_state_dict(net.state_dict())
+    lowered, _ = fxprec.convert(net, dtype=BF16, capture=capture)
+    found = []
+    for each in (lowered, plain):
+        y, h, v = each(torch.ones(2, 4))
+        found.append(torch.autograd.grad(y, v)[0])
+        assert h is v
+    assert torch.allclose(*found, rtol=2e-2, atol=1e-2)

@@ -320,3 +320,36 @@ def test_explicit_casts_are_obeyed():
     module, _ = fxprec.convert(f)
     wide, narrow = module(torch.randn(2, 4), torch.randn(4, 4))
     assert wide.dtype is torch.float64 and narrow.dtype is torch.float16
+
+
+def test_a_version_counter_is_asked_of_the_tensor_itself():
+    """Not of a cast of it, whose counter is another."""
+
+    class Versions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.fc(x)
+            before = h._version
+            h.add_(1)
+            return h * (h._version - before + 1)
+
+    torch.manual_seed(0)
+    both(Versions(), torch.ones(2, 4), tolerance=0.1)
+
+
+def test_a_range_is_integers():
+    """dynamo hands ``torch.as_tensor`` the range itself."""
+
+    class Offsets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.fc(x)
+            return h + torch.as_tensor(range(4)).to(h) + torch.as_tensor(range(0), device=h.device).numel()
+
+    both(Offsets(), torch.ones(2, 4), capture="dynamo")

@@ -13,6 +13,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 from fxprec.passes.fold_casts import fold_casts
+from fxprec.passes.graph.annotations import graph_notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_saturating
 from fxprec.passes.graph.text import format_graph
 from fxprec.passes.runner import run_passes
@@ -42,8 +43,8 @@ def folded(tools):
         run_passes(gm, ctx, [verify])
         for ours, theirs in zip(run(gm, inputs), run(before, inputs), strict=True):
             assert ours.dtype is theirs.dtype and torch.equal(ours, theirs)
-        count = gm.meta["folded"]
-        assert not fold_casts(gm, ctx).changed and gm.meta["folded"] == count
+        count = graph_notes(gm).folded
+        assert not fold_casts(gm, ctx).changed and graph_notes(gm).folded == count
         return gm
 
     return fold
@@ -77,7 +78,7 @@ def test_the_graph_after(folded):
 %mul: bfloat16 = mul(%relu, 2.0)
 return %mul""",
     )
-    assert gm.meta["folded"] == 2
+    assert graph_notes(gm).folded == 2
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_what_nobody_knows_is_looked_at_once(tools):
 return %softmax""",
     )
     inputs = torch.randn(3, 4), torch.randn(4, 4)
-    assert torch.equal(gm(*inputs), before(*inputs)) and gm.meta["folded"] == 4
+    assert torch.equal(gm(*inputs), before(*inputs)) and graph_notes(gm).folded == 4
     assert gm(*(each.double() for each in inputs)).dtype is F64
 
 
@@ -221,7 +222,7 @@ def test_of_equal_casts_the_first_serves_both(folded):
 
     gm = folded(f)
     assert [node.name for node in gm.graph.nodes if node.target == "half"] == ["half"]
-    assert gm.meta["folded"] == 1
+    assert graph_notes(gm).folded == 1
 
 
 class Weight(nn.Module):
@@ -279,7 +280,7 @@ def test_casts_that_nobody_reads_go(folded):
         return y
 
     gm = folded(f, torch.randn(4))
-    assert casts(gm) == ["to"] and gm.meta["folded"] == 0
+    assert casts(gm) == ["to"] and graph_notes(gm).folded == 0
 
 
 # -- bodies of checkpointed regions
@@ -396,5 +397,5 @@ def test_folds_in_bodies_count(tools):
     gm = region(lambda x, w: F.linear(F.linear(x, w).float(), w), *INPUTS)
     tools.rewritten(gm, tools.context(), until="fold_casts")
     assert not fold_casts(gm, tools.context()).changed
-    assert (gm.meta["folded"], gm.body.meta["folded"]) == (1, 1)
+    assert (graph_notes(gm).folded, graph_notes(gm.body).folded) == (0, 1)
     assert not any(node.target == "float" for node in gm.body.graph.nodes)

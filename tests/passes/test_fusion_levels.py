@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxprec
-from fxprec.passes.canonicalize import every_graph
+from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.settings import Settings
 
 

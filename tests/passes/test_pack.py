@@ -11,7 +11,7 @@ import torch
 from fxprec.kernels.cpu.packed import Geometry, can_pack
 from fxprec.passes import pack as module
 from fxprec.passes.context import Context
-from fxprec.passes.graph.annotations import notes
+from fxprec.passes.graph.annotations import graph_notes, notes
 from fxprec.passes.graph.text import format_graph
 from fxprec.passes.pack import pack
 from fxprec.passes.packing.products import Packing
@@ -41,7 +41,7 @@ def packed(text, weights="w w2 b", large=True, context=CONTEXT):
     gm = small_graph(text, weights, large)
     result = pack(gm, context)
     gm.graph.lint()
-    assert result.changed == bool(gm.meta["packings"])
+    assert result.changed == bool(graph_notes(gm).packings)
     return "\n".join(line for line in format_graph(gm).splitlines() if "placeholder" not in line), gm, result
 
 
@@ -83,8 +83,8 @@ return %view""",
     )
     conv = Geometry((2, 2), (1, 1), (1, 1), 1)
     folded = Packing("w", torch.bfloat16, conv, (None, "mean", "var", None, None), 1e-5, same_bias=True)
-    assert gm.meta["packings"] == (folded,)
-    assert gm.meta["packed"] == {"add": ("batch_norm", "add", "relu")}
+    assert graph_notes(gm).packings == (folded,)
+    assert graph_notes(gm).packed == {"add": ("batch_norm", "add", "relu")}
     assert [node.name for node in gm.graph.find_nodes(op="placeholder")][:2] == ["packed_w", "packed_w_bias"]
 
 
@@ -107,9 +107,9 @@ def test_convolutions_in_float32_are_packed_as_well_and_linears_are_not():
 return %linear""",
     )
     conv = Geometry((2, 2), (1, 1), (1, 1), 1)
-    assert gm.meta["packings"] == (Packing("w", torch.float32, conv, (None, "mean", "var", None, None), 1e-5),)
+    assert graph_notes(gm).packings == (Packing("w", torch.float32, conv, (None, "mean", "var", None, None), 1e-5),)
     none = dataclasses.replace(CONTEXT, policy=Policy.preset("O0"))
-    assert packed(wide, "w w2 mean var", context=none)[1].meta["packings"] == ()
+    assert graph_notes(packed(wide, "w w2 mean var", context=none)[1]).packings == ()
 
 
 def test_transposed_convolutions():
@@ -129,7 +129,7 @@ def test_transposed_convolutions():
 %in_format_of: bfloat16 = in_format_of(%add, %x, %w)
 return %in_format_of""",
     )
-    assert [packing.conv for packing in gm.meta["packings"]] == [Geometry((2, 2), (1, 1), (2, 2), 1, (1, 0))]
+    assert [packing.conv for packing in graph_notes(gm).packings] == [Geometry((2, 2), (1, 1), (2, 2), 1, (1, 0))]
 
 
 def test_what_follows_in_another_dtype_does_not_join():
@@ -181,7 +181,7 @@ def test_activations_join(call, written):
 def test_others_do_not(after):
     text, gm, _ = packed(LINEAR + "    " + after)
     assert text.splitlines()[0] == "%linear: bfloat16 = packed_linear(%x, %packed_w, %b, 'none', [], '')"
-    assert gm.meta["packed"] == {"linear": ()}
+    assert graph_notes(gm).packed == {"linear": ()}
 
 
 def test_small_weights_are_asked_for_rows_at_each_call():
@@ -227,7 +227,7 @@ def test_two_convolutions_that_meet_join_once():
     return %relu""",
         "w w2 mean var",
     )
-    assert gm.meta["packed"] == {"add": ("add", "relu"), "shorter": ("batch_norm",)}
+    assert graph_notes(gm).packed == {"add": ("add", "relu"), "shorter": ("batch_norm",)}
     assert "packed_conv_plus(%x, %packed_w, None, %shorter, True, True)" in text
 
 
@@ -282,14 +282,14 @@ def test_values_go_back_into_their_format_where_it_can_be_seen():
 )
 def test_convolutions_stay_where_a_copy_would_hide_a_write(rest):
     _, gm, result = packed(f"{CONV}    {rest}")
-    assert gm.meta["packings"] == () and "m: writes to what would be a copy" in " ".join(result.declined)
+    assert graph_notes(gm).packings == () and "m: writes to what would be a copy" in " ".join(result.declined)
     _, gm, _ = packed(CONV + "    %m: bfloat16 = relu_(%conv)\n    %v: bfloat16 = view(%m, 4)\n    return %v")
-    assert gm.meta["packed"] == {"conv": ("relu",)}
+    assert graph_notes(gm).packed == {"conv": ("relu",)}
 
 
 def test_one_weight_is_packed_once():
     text, gm, _ = packed(LINEAR + "    %again: bfloat16 = linear(%linear, %w, None)\n    return %again")
-    assert gm.meta["packings"] == (Packing("w", torch.bfloat16),) and text.count("%packed_w,") == 2
+    assert graph_notes(gm).packings == (Packing("w", torch.bfloat16),) and text.count("%packed_w,") == 2
 
 
 @pytest.mark.parametrize(
@@ -305,14 +305,14 @@ def test_one_weight_is_packed_once():
 def test_what_is_left_as_it_is(text, why):
     last = text.strip().splitlines()[-1].split(":")[0].strip()
     _, gm, result = packed(f"{text}    return {last}")
-    assert not result.changed and gm.meta["packings"] == ()
+    assert not result.changed and graph_notes(gm).packings == ()
     assert (why in " ".join(result.declined)) if why else not result.declined
 
 
 def test_nothing_on_other_devices_and_in_other_dtypes():
     for context in (Context(torch.bfloat16, CONTEXT.policy, device="cuda"), Context(torch.float16, CONTEXT.policy)):
         _, gm, result = packed(LINEAR + "    return %linear", context=context)
-        assert not result.changed and gm.meta["packings"] == ()
+        assert not result.changed and graph_notes(gm).packings == ()
 
 
 def test_a_graph_that_turns_gradients_on_is_left():

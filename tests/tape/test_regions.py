@@ -92,7 +92,7 @@ def test_columns_add_up_with_kernels(
 
     FP32 rounds an adjoint, by 2^-24 of it, each time another reader's part is added to it: what an op pulls back and
     what the adjoints of its inputs get of that differ by so much. Sixteen such roundings are 1e-6, the six digits of
-    docs/numerics.md.
+    docs/numerics_mathematics.md.
     """
     model, ledger = audited(name, device, gradients, reference)
     (sample,) = ledger.samples

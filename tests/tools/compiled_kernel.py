@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Final
 
+import cubin
 from approximations import approximations
-from benchmarks.predict import cubin
 
 __all__ = ["CompiledKernel", "read"]
 

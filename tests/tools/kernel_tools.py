@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from approximations import check_approximations
-from benchmarks.predict.cubin import usage_of
+from cubin import usage_of
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kernel_tools
 from approximations import check_approximations
-from benchmarks.predict.cubin import usage_of
+from cubin import usage_of
 
 #: Within one rounding of a dtype and the order of FP32 sums.
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -38,6 +38,8 @@ __all__ = ["DEVICE", "RECORD", "BadLaunchError", "Launchable", "Record", "preten
 DEVICE: Final = torch.device("cuda", 0)
 #: Compute capability, times ten -> bytes of shared memory that a program may have.
 _SHARED: Final = {80: 166912, 90: 232448, 100: 232448}
+#: Multiprocessors of an H100.
+_PROCESSORS: Final = 132
 #: Bytes of local memory a thread that are no spill: frames of calls (a division's slow path), and a few numbers that
 #: ptxas puts there well below its limit. What was a spill took 64 to 350.
 _LOCAL: Final = 24
@@ -138,8 +140,8 @@ class Launchable:
 class _Utils:
     """What Triton's compiler asks of a driver."""
 
-    def __init__(self, capability: int, processors: int) -> None:
-        self._capability, self._processors = capability, processors
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
         made = Launchable.latest.made = compiled_kernel.read(Launchable.latest.files)
@@ -153,16 +155,16 @@ class _Utils:
         shared = _SHARED[self._capability]
         return {
             "max_shared_mem": shared,
-            "multiprocessor_count": self._processors,
+            "multiprocessor_count": _PROCESSORS,
             "warpSize": 32,
             "max_num_regs": 65536,
         }
 
 
 class _Driver(DriverBase):
-    def __init__(self, capability: int, processors: int) -> None:
+    def __init__(self, capability: int) -> None:
         self._capability = capability
-        self.utils, self.launcher_cls = _Utils(capability, processors), Launchable
+        self.utils, self.launcher_cls = _Utils(capability), Launchable
         self.get_current_stream = self.get_current_device = lambda *_: 0
         self.set_current_device = lambda device: None
 
@@ -276,10 +278,10 @@ def _tensors_say_so() -> None:
             setattr(holder, name, _on_the_host(getattr(holder, name), empty))
 
 
-def _cuda_says_so(capability: int, processors: int) -> None:
+def _cuda_says_so(capability: int) -> None:
     major, minor = divmod(capability, 10)
     known = types.SimpleNamespace(
-        multi_processor_count=processors,
+        multi_processor_count=_PROCESSORS,
         major=major,
         minor=minor,
         name="pretended",
@@ -309,14 +311,9 @@ def _cuda_says_so(capability: int, processors: int) -> None:
     torch.cuda.Event = Done  # type: ignore[misc, assignment]
 
 
-def pretend(capability: int, processors: int = 132) -> None:
-    """For the rest of this process.
-
-    Args:
-        capability: 10 times the compute capability.
-        processors: its multiprocessors.
-    """
+def pretend(capability: int) -> None:
+    """Pretend, for the rest of this process, a GPU of this compute capability, times 10."""
     knobs.runtime.kernel_load_start_hook.add(_files_of_latest)
-    triton.runtime.driver.set_active(_Driver(capability, processors))
+    triton.runtime.driver.set_active(_Driver(capability))
     _tensors_say_so()
-    _cuda_says_so(capability, processors)
+    _cuda_says_so(capability)

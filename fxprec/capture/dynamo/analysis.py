@@ -77,7 +77,7 @@ _NOISE: Final = (
 
 
 class GraphReceiver(Protocol):
-    """Where a capture reports to."""
+    """Receiver of what a capture finds: graphs, and reasons why code was left out."""
 
     def rewritten(self, gm: GraphModule, inputs: list[Any], part: str) -> Callable[..., Any]:
         """Rewrite one captured graph; return what runs it with dynamo's arguments.
@@ -103,12 +103,12 @@ class GraphReceiver(Protocol):
         ...
 
     def under_others(self) -> str:
-        """Why the frame that is about to run is none of ours: autocast is not as we set it; "" where it is."""
+        """Return why the frame that is about to run is not captured: autocast is not as we set it; "" where it is."""
         ...
 
 
 class DynamoCapture:
-    """One function under dynamo with a code object, and so a cache and a recompile limit, of its own.
+    """Capture of one function by dynamo, under a code object, and so a cache and a recompile limit, of its own.
 
     Args:
         function: the original forward, unbound: called as ``function(module, *args, **kwargs)``.
@@ -143,7 +143,7 @@ class DynamoCapture:
         return output
 
     def failed_at_first(self, error: BaseException) -> bool:
-        """Whether an error of the latest call in this thread came from compiling its first frame: nothing ran yet."""
+        """Return whether the latest call in this thread failed when its first frame was compiled: nothing ran yet."""
         return failed_while_tracing(error) and self._compiling.first.failed
 
 
@@ -176,7 +176,7 @@ class _Backend:
 
     @property
     def receiver(self) -> GraphReceiver:
-        """What runs the call in which this is asked."""
+        """Return the receiver of the call in which this is asked."""
         receiver = self._receiver()
         assert receiver is not None
         return receiver
@@ -283,12 +283,12 @@ class _Compiling:
         return result
 
     def _is_first(self, frame: Any) -> bool:
-        """Whether it is the function's, or the one that dynamo puts around those of torch, whose frames it skips."""
+        """Return whether a frame is the function's own, or the one that dynamo puts around torch's, which it skips."""
         around = frame.f_code is self._code_around and frame.f_locals.get("fn") is self._function
         return around or frame.f_code is self._code
 
     def _skip_reason(self, result: Any, code: types.CodeType) -> str | None:
-        """Why dynamo leaves a function to the interpreter; None or nothing where it does not, or nothing is lost."""
+        """Return why dynamo leaves a function to the interpreter; None where it does not, or nothing is lost."""
         if hasattr(result, "skip_reason") or result is None:
             return getattr(result, "skip_reason", None)
         if result.guarded_code is not None:  # torch < 2.13 keeps the reason to itself
@@ -353,12 +353,12 @@ def _own_code(function: Callable[..., Any]) -> types.FunctionType:
 
 
 def met_a_trace(error: BaseException) -> bool:
-    """Whether dynamo refused to run because torch.fx traces something, in whatever thread."""
+    """Return whether dynamo refused to run because torch.fx traces something, in whatever thread."""
     return "using FX to symbolically trace" in str(error)
 
 
 def failed_while_tracing(error: BaseException) -> bool:
-    """Whether an op failed on dynamo's fake tensors (nothing has run yet) rather than in a graph or in the net."""
+    """Return whether an op failed on dynamo's fake tensors (nothing has run yet), not in a graph or in eager code."""
     return isinstance(error, torch_dynamo().exc.TorchDynamoException)
 
 
@@ -370,7 +370,7 @@ def backend_error(error: BaseException) -> BaseException | None:
 
 
 def why_not_now() -> str | None:
-    """Why dynamo must not be entered now: it would skip the frame, for good. None where it may be."""
+    """Return why dynamo must not be entered now, since it would skip the frame for good; None where it may be."""
     if watcher(ANY_MODE):
         if (tracing := tracing_mode()) is not None:
             return f"under {type(tracing).__name__}"

@@ -45,7 +45,7 @@ _CALLED: Final = ("forward", "__call__")
 
 
 class _Ask(NamedTuple):
-    """What is asked at each call, and was answered so while dynamo compiled."""
+    """Guard: what is asked at each call, and the answer while dynamo compiled."""
 
     what: str
     ask: Callable[[Any], Any]
@@ -54,7 +54,7 @@ class _Ask(NamedTuple):
 
 
 class Granted:
-    """What one capture takes for granted; ``changed()`` is None while all of it is so.
+    """Guards of one capture that dynamo does not make; ``changed()`` is None while all of them hold.
 
     Collecting needs the lock of captures.
 
@@ -160,7 +160,7 @@ class Granted:
                 self._registered = abc.get_cache_token()
 
     def _classes(self, value: Any, names: set[str], seen: set[int]) -> None:
-        """In the classes of an object, and of what these names lead to from it, no other class comes to have a name."""
+        """Guard that no other class of an object, or of what these names lead to, gets a name that code looks up."""
         cls = type(value)
         if id(value) in seen or not hasattr(value, "__dict__") or is_library(cls) or isinstance(value, Tensor | type):
             return
@@ -179,7 +179,7 @@ class Granted:
         absent.update(names - scope.keys())
 
     def changed(self) -> str | None:
-        """What is no longer so, or None."""
+        """Return what is no longer so, or None."""
         asks = self._asks
         if asks is None:
             with CAPTURING:
@@ -222,7 +222,7 @@ def _gives(call: Callable[[], Any], value: Any) -> bool:
 
 
 def _lookups(owner: type, function: FunctionType | None) -> Iterator[tuple[type, str]]:
-    """Where a function may have been found: classes, and the name in them."""
+    """Yield where a function may have been found: classes, and the name in them."""
     if issubclass(owner, nn.Module):
         yield from ((owner, name) for name in _CALLED)
     elif is_library(owner):
@@ -242,7 +242,7 @@ def _function_of(value: Any) -> Any:
 
 
 def _attributes(cls: type, names: dict[str, Any]) -> tuple[Callable[[Any], Any], type, Any]:
-    """How to ask a class for them."""
+    """Return how to ask a class for these attributes."""
     expected = tuple(names.values())
     return attrgetter(*names), cls, expected if len(names) > 1 else expected[0]
 
@@ -271,7 +271,7 @@ def _contents(closure: Iterable[CellType]) -> Iterator[Any]:
 
 
 def _has_attributes(value: Any) -> bool:
-    """Whether it is an object that anybody may set one on; dynamo guards itself what a module lacks."""
+    """Return whether anybody may set an attribute on it; what a module lacks dynamo guards itself."""
     return (
         hasattr(value, "__dict__") and not isinstance(value, type | Tensor | nn.Module) and not is_torchs(type(value))
     )

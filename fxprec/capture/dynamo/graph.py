@@ -21,9 +21,9 @@ from torch.fx.node import map_arg
 
 from fxprec.capture.lazy_code import attach
 from fxprec.capture.state_names import attribute_path
-from fxprec.passes.canonicalize import subgraph_of
 from fxprec.passes.graph.annotations import clean_path, notes
 from fxprec.passes.graph.exact_graph import LazyGraphModule
+from fxprec.passes.graph.subgraphs import subgraph_of
 
 #: Of a placeholder in our copy: where its value came from, as ``source_of`` writes it.
 SOURCE: Final = "argument_source"
@@ -147,14 +147,14 @@ def _ask_sizes(gm: GraphModule, positions: Sequence[int]) -> tuple[int, ...]:
 
 
 def source_of(note: Any) -> str | None:
-    """Where an argument came from, in the words of the frame that was captured."""
+    """Return where an argument came from, in the words of the frame that was captured."""
     source = getattr(getattr(note, "source", None), "name", None)
     text = source() if callable(source) else source
     return text if isinstance(text, str) else None
 
 
 def _path_of_frame(source: str | None, name: str) -> str | None:
-    """Where the module of an inner frame sits in the model, told from one of its weights' two names."""
+    """Return where the module of an inner frame sits in the model, told from one of its weights' two names."""
     if source is None:
         return None
     local = clean_path(source.replace("._parameters['", "._modules['").replace("._buffers['", "._modules['"))

@@ -40,7 +40,7 @@ _OF_AUTOGRAD: Final = frozenset({"is_leaf", "grad_fn", "_grad_fn", "_base"})
 
 
 def exact(builder: Any, guard: Any) -> None:
-    """Of a constant that dynamo guards: the same type at every depth, the same sign."""
+    """Guard a constant that dynamo guards by more: the same type at every depth, the same sign."""
     value = guarded_value(builder, guard)
     if is_ambiguous(value):
         then = snapshot(value)
@@ -48,13 +48,13 @@ def exact(builder: Any, guard: Any) -> None:
 
 
 def exact_contents(builder: Any, guard: Any) -> None:
-    """Of a container: what is in it."""
+    """Guard what is in a container."""
     then = snapshot(guarded_value(builder, guard))
     add_guard(builder, guard, lambda now: same(now, then), f"the same as {then!r}")
 
 
 def exact_keys(builder: Any, guard: Any) -> None:
-    """Of a value whose type dynamo guards: of dicts the order, and the types of the keys."""
+    """Guard the order and the types of the keys of dicts, where dynamo guards the type of a value."""
     value = guarded_value(builder, guard)
     if isinstance(value, OrderedDict | defaultdict) and len(value) > 1:
         order = [*value]
@@ -65,12 +65,12 @@ def exact_keys(builder: Any, guard: Any) -> None:
 
 
 def _ambiguous_keys(value: Any) -> set[Any]:
-    """Those that are, or hold, numbers; others may be objects that a guard must not keep alive."""
+    """Yield the keys that are, or hold, numbers; others may be objects that a guard must not keep alive."""
     return {key for key in value if is_ambiguous((key,))}
 
 
 def exact_closure(builder: Any, guard: Any) -> None:
-    """Of a function that dynamo guards: one with a closure is the very same function."""
+    """Guard a function with a closure by its identity."""
     value = guarded_value(builder, guard)
     if isinstance(value, FunctionType) and value.__closure__:
         own = weakref.ref(value)
@@ -98,22 +98,22 @@ def _plain(value: Any) -> Any:
 
 
 def is_zero_of_numpy(value: Any) -> bool:
-    """Whether it is a floating-point zero of numpy's, which dynamo takes for an array and compares by ``==``."""
+    """Return whether it is a floating-point zero of NumPy's, which dynamo takes for an array and compares by ``==``."""
     return value.ndim == 0 and value.dtype.kind in "fc" and value == 0
 
 
 def has_sign(zero: Any) -> bool:
-    """Whether such a zero, or a part of it, is negative."""
+    """Return whether such a zero, or a part of it, is negative."""
     return any(math.copysign(1, part) < 0 for part in (zero.real, zero.imag))
 
 
 def exact_zero(builder: Any, guard: Any) -> None:
-    """Of a zero of numpy's without a sign: no zero with one."""
+    """Guard that a zero of NumPy's without a sign does not become one with a sign."""
     add_guard(builder, guard, lambda now: not (now == 0 and has_sign(now)), "no -0.0")
 
 
 def also(guard_on: Callable[..., None], further: Callable[[Any, Any], None]) -> Callable[..., None]:
-    """In the place of a method by which dynamo adds a guard: that guard, and a further one."""
+    """Make a method by which dynamo adds a guard add a further one."""
 
     @functools.wraps(guard_on)
     def guarded(builder: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
@@ -124,7 +124,7 @@ def also(guard_on: Callable[..., None], further: Callable[[Any, Any], None]) -> 
 
 
 def is_ambiguous(value: Any) -> bool:
-    """Whether something that is not the same is equal to it, although it has the same type."""
+    """Return whether something that is not the same is equal to it, although it has the same type."""
     if type(value) is float:
         return value == 0
     if type(value) is complex:

@@ -160,7 +160,7 @@ def guarding_objects() -> list[tuple[Any, str, Any]]:
 
 
 def _may_be_one(one: Any, other: Any) -> bool:
-    """Whether two variables of dynamo's can stand for one object in another call: both are from outside of the frame.
+    """Return whether two of dynamo's variables may be one object in another call: both come from outside of the frame.
 
     Not where their types differ, which dynamo guards.
     """
@@ -173,7 +173,7 @@ def _may_be_one(one: Any, other: Any) -> bool:
 
 
 def _is_of_c(variable: Any, method: Any, operation: str) -> bool:
-    """Whether objects of a class are compared by code that is not Python's, from what dynamo does not look at."""
+    """Return whether C code compares objects of a class by state that dynamo does not look at."""
     of_python = isinstance(method, FunctionType) or method is getattr(object, operation)
     return not of_python and not looks_into(variable)
 

@@ -263,7 +263,7 @@ def _before(owner: Any, name: str, first: Callable[..., None]) -> tuple[Any, str
 
 
 def _asks_itself(kinds: Any) -> bool:
-    """Whether one of these classes of tensors decides by itself what is one: nn.Buffer, by an attribute of tensors."""
+    """Return whether one of these tensor classes decides by an attribute what is an instance, as nn.Buffer does."""
     try:
         kinds = kinds.as_python_constant()
     except NotImplementedError:

@@ -39,7 +39,7 @@ hooks_of: Final = itemgetter(*HOOKS)
 
 
 class Slot(NamedTuple):
-    """Where a tensor lives: the attributes, parameters or buffers of a module, the name among them, and its path."""
+    """Place of a tensor: the dict of a module that holds it, its name there, and its path in the model."""
 
     owner: dict[str, Any]
     name: str
@@ -60,7 +60,7 @@ Fact = tuple[Slot, Callable[[Tensor], Any], Any]
 
 @dataclass(eq=False)
 class Reads:
-    """What was read of one module: ``values`` and ``tensors`` of the instance.
+    """Record of what was read of one module: ``values`` and ``tensors`` of the instance.
 
     ``missing``: names found on the class that the instance must not override. ``absent``: names found nowhere.
     ``walked``: which of ``_modules``, ``_parameters``, ``_buffers`` were read as a whole (``children()``, ``len``).
@@ -125,7 +125,7 @@ class Guards:
         )
 
     def failing(self) -> str | None:
-        """What changed, from what to what; None if nothing did."""
+        """Return what changed, from what to what; None if nothing did."""
         for check in self._checks:
             try:
                 if check.holds():
@@ -219,7 +219,7 @@ def _walked(reads: Sequence[Reads]) -> Iterator[_Check]:
 
 
 class _Values:
-    """One ``itemgetter`` call a scope, one comparison of all values, identity first.
+    """Guard of values: one ``itemgetter`` call a scope, one comparison of all values, identity first.
 
     ``==`` takes 1 for True, -0.0 for 0.0, "a" for a member of a ``(str, Enum)``, and a frozen dataclass for another
     whose fields differ where they do not compare. So what other code than torch's own reads must also be the very same
@@ -267,7 +267,7 @@ def _getter(scope: Any, names: Sequence[Any]) -> Callable[[Any], Any]:
 
 
 def _parts_of(read: Reads, hooked: bool) -> Iterator[Expected]:
-    """Of a module the children, as a copy, the dicts of its tensors, and those of hooks, where it was called.
+    """Yield guards of a module's children, as a copy, of the dicts of its tensors, and of its hooks if it was called.
 
     Identical dicts compare as equal without a look inside, so a replaced dict of hooks shows, if it holds any.
     """

@@ -42,7 +42,7 @@ class _Code:
 
 
 def has_handlers(code: CodeType) -> bool:
-    """Whether it has any ``try`` or ``with``."""
+    """Return whether a code object has any ``try`` or ``with``."""
     return bool(code.co_exceptiontable)
 
 
@@ -62,7 +62,7 @@ def catches(frame: FrameType) -> str | None:
 
 
 def ends_errors(code: CodeType) -> bool:
-    """Whether a ``with`` around ops may end what they raise by this function.
+    """Return whether a ``with`` around ops may end what they raise by this function.
 
     That is an ``__exit__`` that returns anything but None or False, or a generator (``contextlib.contextmanager``) that
     has an ``except`` clause.
@@ -93,7 +93,7 @@ def _read(code: CodeType) -> _Code:
 
 
 def _clauses(code: _Code, target: int, frame: FrameType) -> list[Any]:
-    """What each ``except`` of the handler at ``target`` names; BaseException where it names nothing."""
+    """Yield what each ``except`` of the handler at ``target`` names; BaseException where it names nothing."""
     found: list[Any] = []
     place: int | None = code.places.get(target)
     while place is not None:
@@ -129,7 +129,7 @@ def _evaluate(instruction: dis.Instruction, stack: list[Any], frame: FrameType) 
 
 
 def _may_be_raised(caught: Any) -> bool:
-    """Whether an op may raise what a clause names."""
+    """Return whether an op may raise what a clause names."""
     if not isinstance(caught, type):
         return True
     return is_torchs(caught) or any(issubclass(error, caught) for error in _OF_OPS)

@@ -40,7 +40,7 @@ _KINDS: Final = (Tensor, torch.dtype, torch.layout, torch.memory_format, torch.d
 
 
 class Expression(NamedTuple):
-    """What an instruction puts on the stack, from these parts."""
+    """Expression on the stack: what an instruction puts there, from these parts."""
 
     instruction: dis.Instruction
     parts: tuple[Expression | None, ...] = ()
@@ -77,7 +77,7 @@ def questions(code: CodeType) -> tuple[Question, ...]:
 
 
 def unheard(question: Question, frame: FrameType) -> str | None:
-    """Why a trace must not go on to this question in this frame, or None where its answer is the original's."""
+    """Return why a trace must not go on to a question in a frame, or None where its answer is the original's."""
     values = [_value(part, frame) for part in question.parts]
     if question.by != "is":
         wrong = isinstance(values[-1], Proxy) or values[-1] is UNKNOWN
@@ -115,7 +115,7 @@ def classes_asked_for(frame: FrameType) -> Any:
 
 @lru_cache(maxsize=4096)
 def asks_for_classes(code: CodeType) -> bool:
-    """Whether it names ``isinstance`` or ``__class__``, or has a ``case Class():``."""
+    """Return whether code names ``isinstance`` or ``__class__``, or has a ``case Class():``."""
     return not {"isinstance", "__class__"}.isdisjoint(code.co_names) or dis.opmap["MATCH_CLASS"] in code.co_code[::2]
 
 
@@ -131,7 +131,7 @@ def _instructions(code: CodeType) -> list[dis.Instruction]:
 
 
 def _parts(listed: list[dis.Instruction], place: int, count: int) -> tuple[Expression | None, ...]:
-    """What the last ``count`` expressions before a place put on the stack."""
+    """Return what the last ``count`` expressions before a place put on the stack."""
     found: list[Expression | None] = []
     end = place
     for _ in range(count):
@@ -173,7 +173,7 @@ def _is_none(instruction: dis.Instruction) -> bool:
 
 
 def _value(expression: Expression | None, frame: FrameType) -> Any:
-    """What it gave; of an operation on a stand-in that stand-in, for whatever came out."""
+    """Return what an expression gave; of an operation on a proxy that proxy, for whatever came out."""
     if expression is None:
         return UNKNOWN
     instruction = expression.instruction
@@ -206,7 +206,7 @@ def _value(expression: Expression | None, frame: FrameType) -> Any:
 
 
 def _may_be_traced(value: Any) -> bool:
-    """Whether the original may have there what a stand-in is for, or its class."""
+    """Return whether the original may have there what a proxy stands for, or its class."""
     if value is UNKNOWN or isinstance(value, (Proxy, *_KINDS)):
         return True
     return isinstance(value, type) and issubclass(value, _KINDS)

@@ -57,7 +57,7 @@ _UNFIT: Final = {
 
 
 def unfit(module: nn.Module) -> str | None:
-    """Why this module, whatever its forward does, is left to dynamo: a predicate, or None."""
+    """Return why a module, whatever its forward does, is left to dynamo, as a predicate; None where it is not."""
     return _unfit_class(type(module)) or _unfit_object(_attributes(module))
 
 
@@ -134,7 +134,7 @@ class Recorder:
                 self.surroundings.contents.add(cls)  # type(self).calls += 1
 
     def getattribute(self) -> Callable[[nn.Module, str], Any]:
-        """What takes the place of ``nn.Module.__getattribute__`` (that of object)."""
+        """Make the method that takes the place of ``nn.Module.__getattribute__``, which is object's, in a trace."""
         get, thread, tracing = object.__getattribute__, threading.get_ident, threading.get_ident()
         all_reads, seen = self._reads, self._seen
 
@@ -270,5 +270,5 @@ class Recorder:
 
 
 def _raw(cls: type, name: str) -> Any:
-    """What a class has under this name, before a descriptor binds it."""
+    """Return what a class has under this name, before a descriptor binds it."""
     return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _MISSING)

@@ -38,7 +38,7 @@ class SourceLines:
         self._texts: dict[tuple[str, int], str] = {}
 
     def is_user(self, code: CodeType) -> bool:
-        """Whether this is neither torch's code, nor the standard library's, nor that of the capture."""
+        """Return whether code is neither torch's, nor the standard library's, nor that of the capture."""
         known = self._kinds.get(id(code))
         return (self._kind(code) if known is None else known[0]) in (_USER, _USER_WITH_HANDLERS)
 
@@ -82,7 +82,7 @@ class SourceLines:
         return kind
 
     def stack_trace(self, frame: FrameType) -> str:
-        """One entry in the form of ``traceback``: file, line, function and the source line."""
+        """Return one entry in the form of ``traceback``: file, line, function and the source line."""
         code, line = frame.f_code, frame.f_lineno
         key = (code.co_filename, line)
         text = self._texts.get(key)

@@ -101,12 +101,12 @@ class Expected(NamedTuple):
     exact: bool = True
 
     def now(self) -> Any:
-        """What is there; LookupError, AttributeError or ValueError if nothing is."""
+        """Return what is there; raise LookupError, AttributeError or ValueError if nothing is."""
         return getattr(self.scope, self.name) if has_attributes(self.scope) else self.scope[self.name]
 
 
 def has_attributes(scope: Any) -> bool:
-    """Whether what is expected there is an attribute, and no item."""
+    """Return whether what is expected in a scope is an attribute, and no item."""
     return isinstance(scope, type | types.CellType)
 
 
@@ -126,7 +126,7 @@ class Lacking(NamedTuple):
 
 
 def _content(cell: types.CellType) -> Any:
-    """What a closure cell holds; ``_MISSING`` where it was emptied."""
+    """Return what a closure cell holds; ``_MISSING`` where it was emptied."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -169,12 +169,12 @@ class Surroundings:
 
     @property
     def expected(self) -> list[Expected]:
-        """What the graph holds only for."""
+        """Guards: values outside of the modules for which alone the graph holds."""
         return [*self._expected.values()]
 
     @property
     def absent(self) -> Iterator[Lacking]:
-        """What code asked for in vain, or may have: globals, and attributes of classes and functions."""
+        """Names that code asked for in vain, or may have: globals, and attributes of classes and functions."""
         yield from self._builtins.values()
         for cls in self._classes:
             yield Lacking(f"{cls.__qualname__}.", vars(cls), self._names - vars(cls).keys() - _OF_CLASSES)
@@ -248,7 +248,7 @@ class Surroundings:
         return next((why for why in [self.look_at(value) for value in values] if why is not None), None)
 
     def _held(self, values: Iterable[Any], label: str) -> str | None:
-        """What an object holds for good: containers among it may change inside."""
+        """Guard what an object holds for good: containers among it may change inside."""
         values = [*values]
         for value in values:
             if is_container(value) and not is_plain(value):
@@ -285,7 +285,7 @@ class Surroundings:
         self._code(code, function.__globals__, _cells_of(function))
 
     def _trusted_function(self, function: types.FunctionType) -> None:
-        """Not followed, but for the user's function that a decorator of torch's holds, and for what was patched."""
+        """Look at a trusted function: it is not followed, but for a user's function in a decorator of torch's."""
         scope = function.__globals__
         for cell in _cells_of(function).values():
             held = _content(cell)
@@ -306,7 +306,7 @@ class Surroundings:
                 self.look_at(function)
 
     def _code(self, code: types.CodeType, scope: dict[str, Any], outer: Mapping[str, types.CellType]) -> None:
-        """One code object; ``scope``: its globals; ``outer``: the cells of its closure that were there before."""
+        """Look through a code object; ``scope``: its globals; ``outer``: cells of its closure, there before."""
         key = id(code), id(scope), tuple(map(id, outer.values()))
         if key in self._codes:
             return
@@ -444,7 +444,7 @@ class Surroundings:
         return next(filter(None, reasons), None)
 
     def reach_all(self, classes: Collection[type]) -> str | None:
-        """What traced code may ask the model's classes, and functions, for. Why that cannot be guarded, or None."""
+        """Guard what traced code may ask the model's classes and functions for; return why that cannot be, or None."""
         for function in [*self.functions] if self._asks_functions else ():
             for name in self._names & vars(function).keys():
                 if (why := self._chain(function.__qualname__, function, (name,))) is not None:
@@ -497,7 +497,7 @@ def _namespace(value: Any, name: str) -> Mapping[str, Any] | None:
 
 
 def _plainly_read(cls: type, name: str) -> bool:
-    """Whether to read it of the class runs no code of the user's."""
+    """Return whether reading an attribute of the class runs no code of the user's."""
     raw = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
     return not hasattr(raw, "__get__") or is_trusted(type(raw))
 
@@ -511,7 +511,7 @@ def _has(container: Any, key: Any) -> bool:
 
 
 def _may_be_patched(owner: Any) -> bool:
-    """Whether its attributes are worth a guard: not those of torch's own objects and classes."""
+    """Return whether the attributes of an object are worth a guard: not those of torch's own objects and classes."""
     if isinstance(owner, types.ModuleType):
         return True
     if isinstance(owner, type | types.FunctionType):

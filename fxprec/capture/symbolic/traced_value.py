@@ -45,7 +45,7 @@ _ASKS_FOR_USER: Final = frozenset({torch.is_tensor.__code__, type(nn.Parameter).
 
 
 class TracedValue(Proxy):
-    """What an operation gave: mostly a tensor, but a size or a tuple too."""
+    """Proxy of what an operation gave: mostly a tensor, but a size or a tuple too."""
 
     tracer: Any  # a ForwardTracer, which makes these
 
@@ -157,7 +157,7 @@ for _name in _IN_PLACE:
 
 
 def _is_tensor(node: Node) -> bool:
-    """Whether the value is certainly one tensor."""
+    """Return whether the value is certainly one tensor."""
     if node.op == "placeholder":
         return True
     op = canonical_op(node)

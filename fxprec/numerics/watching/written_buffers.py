@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from fxprec.model.conversion import Conversion
-from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.graph.annotations import notes, weight_path
+from fxprec.passes.graph.subgraphs import every_graph
 
 
 class WrittenBuffers:

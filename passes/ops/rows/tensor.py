@@ -106,7 +106,7 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     # no tensors
     rows(Rule.KEEP, _NO_TENSOR,
          "size shape stride dim numel storage_offset item tolist numpy element_size nbytes itemsize data_ptr "
-         "const_data_ptr get_device is_floating_point is_complex is_conj is_neg is_signed is_inference "
+         "const_data_ptr tensor_version get_device is_floating_point is_complex is_conj is_neg is_signed is_inference "
          "is_nonzero is_same_size is_set_to is_contiguous is_coalesced is_pinned is_shared is_tensor "
          "is_storage is_distributed is_grad_enabled is_inference_mode_enabled len length_hint sequence_concat "
          "countOf indexOf result_type promote_types can_cast broadcast_shapes get_default_dtype typename "

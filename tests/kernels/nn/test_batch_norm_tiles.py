@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import kernel_tools
 from approximations import check_approximations
-from benchmarks.predict.cubin import usage_of
 from benchmarks.workloads import kernel_bytes
+from cubin import usage_of
 from fxprec.kernels.nn.batch_norm import apply_kernel
 from fxprec.kernels.nn.batch_norm_backward import _BLOCK_PARTS, inputs_kernel, sums_kernel
 from fxprec.kernels.nn.batch_norm_statistics import finish_kernel, statistics_kernel

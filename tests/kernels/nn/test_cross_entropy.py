@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import kernel_tools
-from benchmarks.predict.cubin import usage_of
 from benchmarks.workloads import kernel_bytes
+from cubin import usage_of
 from fxprec.kernels.nn import cross_entropy_kernels as kernels
 from fxprec.kernels.nn import scaled_gradient
 from fxprec.kernels.nn.cross_entropy import cross_entropy, reference

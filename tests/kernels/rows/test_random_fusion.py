@@ -24,8 +24,8 @@ import kernel_tools
 import region_tools
 from fxprec.capture.symbolic.trace import trace_static
 from fxprec.kernels.rows.run.region import FusedRegion
-from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.context import Context
+from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.runner import run_passes
 from fxprec.programs.shapes import propagate_shapes

@@ -7,11 +7,19 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from fxprec.passes.canonicalize import canonicalize
+from fxprec.passes import canonicalize as canonical
+from fxprec.passes.canonical.autocast_regions import resolve_autocast_regions
+from fxprec.passes.context import PassResult
 from fxprec.passes.graph.text import format_graph
 from fxprec.passes.torch_internals import enter_autocast, exit_autocast
 
 F16, BF16 = torch.float16, torch.bfloat16
+
+
+def canonicalize(gm, context) -> PassResult:
+    """What the pipeline begins with."""
+    passes = (resolve_autocast_regions, canonical.canonicalize)
+    return PassResult(gm, any([step(gm, context).changed for step in passes]))
 
 
 def built(*parts) -> GraphModule:

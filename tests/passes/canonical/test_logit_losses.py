@@ -33,7 +33,8 @@ def test_the_graph_after(tools):
 %w: float32 = placeholder
 %view_1: float32 = view(%t, -1)
 %view_2: float32 = view(%w, -1)
-%view_3: float32 = view(%x, -1)
+%nan_to_num: float32 = nan_to_num(%x, nan, 100.0, -100.0)
+%view_3: float32 = view(%nan_to_num, -1)
 %binary_cross_entropy: float32 = binary_cross_entropy_with_logits(%view_3, %view_1, weight=%view_2, size_average=None, reduce=None, reduction='sum')
 return %binary_cross_entropy""",  # noqa: E501
     )
@@ -140,3 +141,32 @@ def test_a_loss_in_the_graph_and_the_report(logit):
     )
     whys = {row.op: row.why for row in fxprec.report(converted).graphs[0].rows}
     assert whys["binary_cross_entropy_with_logits"].endswith(INSTEAD)
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_logits_that_a_mask_made_infinite(capture):
+    """Loss and gradients are those of FP32, also where the target contradicts the mask; NaN stays NaN."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x, t, infinite):
+            logits = self.fc(x) + infinite
+            return F.binary_cross_entropy(logits.sigmoid(), t)
+
+    torch.manual_seed(0)
+    model, plain = Masked(), Masked()
+    plain.load_state_dict(model.state_dict())
+    lowered, _ = fxprec.convert(model, dtype=torch.bfloat16, capture=capture)
+    infinite = torch.zeros(3, 4)
+    infinite[0, :2], infinite[1, 3] = -torch.inf, torch.inf
+    target = T.clone()
+    target[0, 0] = 0.0
+    loss, exact = lowered(X, target, infinite), plain(X, target, infinite)
+    loss.backward()
+    exact.backward()
+    assert torch.isfinite(exact) and torch.allclose(loss, exact, rtol=2e-2)
+    assert torch.allclose(model.fc.weight.grad, plain.fc.weight.grad, rtol=0.1, atol=5e-3)
+    assert lowered(X, target, infinite * torch.nan).isnan()

@@ -97,7 +97,7 @@ return %linear_1_f32""",
     ids=["llama", "swapped", "torch functions", "chunk", "torch.chunk", "split", "torch.split", "neighbours"],
 )
 def test_spellings(tools, function) -> None:
-    gm = tools.rewritten(tools.traced(function, X, COS, SIN), tools.context(regions="triton"), until="canonicalize")
+    gm = tools.rewritten(tools.traced(function, X, COS, SIN), tools.context(regions="triton"), until="recognize_rotary")
     assert [node.target for node in gm.graph.nodes if node.op == "call_function"] == [rope]
     assert torch.allclose(gm(X, COS, SIN), function(X, COS, SIN))
 
@@ -139,7 +139,7 @@ def test_spellings(tools, function) -> None:
     ],
 )
 def test_what_only_looks_like_it_stays(tools, function) -> None:
-    gm = tools.rewritten(tools.traced(function, X, COS, SIN), tools.context(regions="triton"), until="canonicalize")
+    gm = tools.rewritten(tools.traced(function, X, COS, SIN), tools.context(regions="triton"), until="recognize_rotary")
     assert not gm.graph.find_nodes(op="call_function", target=rope)
     assert torch.equal(gm(X, COS, SIN), function(X, COS, SIN))
 
@@ -150,7 +150,7 @@ def test_parts_that_others_read_stay(tools) -> None:
         half = rotated(x)
         return (x * cos) + (half * sin), half
 
-    gm = tools.rewritten(tools.traced(f, X, COS, SIN), tools.context(regions="triton"), until="canonicalize")
+    gm = tools.rewritten(tools.traced(f, X, COS, SIN), tools.context(regions="triton"), until="recognize_rotary")
     assert len(gm.graph.find_nodes(op="call_function", target=rope)) == 1
     for own, other in zip(gm(X, COS, SIN), f(X, COS, SIN), strict=True):
         assert torch.allclose(own, other)

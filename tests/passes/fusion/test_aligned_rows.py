@@ -28,7 +28,7 @@ class Heads(nn.Module):
 
 def fused(tools: Any, **options: Any) -> list[Any]:
     options = {"device": "cuda"} | options
-    gm = tools.rewritten(tools.traced(Heads(), torch.randn(2, 16)), tools.context(**options), until="fuse")
+    gm = tools.rewritten(tools.traced(Heads(), torch.randn(2, 16)), tools.context(**options), until="move_wide")
     return [node.target for node in gm.graph.nodes if notes(node).op.name == "linear"]
 
 
@@ -58,7 +58,7 @@ def test_rows_lie_apart_only_where_no_reader_minds(tools: Any) -> None:
     gm = tools.traced(readers, *inputs)
     for node in gm.graph.find_nodes(op="placeholder", target="w"):
         node.meta["sizes"] = (9, 16)
-    gm = tools.rewritten(gm, tools.context(device="cuda", keep_output_dtype=False), until="fuse")
+    gm = tools.rewritten(gm, tools.context(device="cuda", keep_output_dtype=False), until="move_wide")
     found = [node.kwargs["apart"] for node in gm.graph.nodes if node.target is aligned_rows.aligned_linear]
     assert found == [False, True, False, True, True, False]
 

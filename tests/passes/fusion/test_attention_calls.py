@@ -1,4 +1,4 @@
-"""attention_calls (by way of fuse): what becomes a call, which way a call goes by its sizes, models that take it."""
+"""attention_calls: what becomes a call, which way a call goes by its sizes, models that take it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from fxprec.kernels.cpu import attention_products as products
 from fxprec.kernels.cpu import compiled_attention as compiled
 from fxprec.kernels.cpu.compiled_attention import why_not
 from fxprec.passes.costs.device_costs import ATTENTION_WAYS, Curve, DeviceCosts, Work
-from fxprec.passes.fuse import fuse
-from fxprec.passes.fusion.attention_calls import cpu_attention
+from fxprec.passes.fusion.attention_calls import call_attention, cpu_attention
 from fxprec.passes.graph.text import format_graph
 
 BF16 = torch.bfloat16
@@ -73,7 +72,7 @@ return %relu_f32""",  # noqa: E501
     assert node.meta["precision"].why.endswith(
         "; plain products from 0.0003 MFLOP on, without a backward from 0.002 MFLOP"
     )
-    again = fuse(gm, tools.context(attention=("products", 2e3, 3e2)))
+    again = call_attention(gm, tools.context(attention=("products", 2e3, 3e2)))
     assert not again.changed
 
 

@@ -1,4 +1,4 @@
-"""channels_last (by way of fuse): where images change their order in memory, and that nobody else sees it."""
+"""channels_last: where images change their order in memory, and that nobody else sees it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, symbolic_trace
 
-from fxprec.passes.fuse import fuse
-from fxprec.passes.fusion.channels_last import channels_last
+from fxprec.passes.fusion.channels_last import channels_last, lay_out_images
+from fxprec.passes.graph.annotations import graph_notes
 from fxprec.passes.graph.text import format_graph
 
 X, W = torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3)
@@ -53,7 +53,7 @@ def test_the_graph_after(laid_out: Any, tools: Any) -> None:
 %flatten_f32: float32 = to(%flatten, torch.float32)
 return (%flatten_f32, %dim)""",
     )
-    assert not fuse(gm, tools.context(channels_last=True)).changed
+    assert not lay_out_images(gm, tools.context(channels_last=True)).changed
 
 
 def residual(x: Tensor, w: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def test_dropout_draws_as_before(laid_out: Any, tools: Any) -> None:
 def test_where_it_stays(function: Any, inputs: tuple[Tensor, ...], why: str | None, laid_out: Any) -> None:
     gm = laid_out(function, *inputs)
     assert not copies(gm)
-    declined = [each for each in gm.meta["declined"] if "channels last" in each]
+    declined = [each for each in graph_notes(gm).declined if "channels last" in each]
     assert (declined == []) if why is None else (len(declined) == 1 and why in declined[0])
 
 

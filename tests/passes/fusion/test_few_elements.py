@@ -14,6 +14,7 @@ import kernel_tools
 from fxprec import settings
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.fusion import few_elements
+from fxprec.passes.graph.annotations import graph_notes
 from fxprec.passes.graph.text import format_graph
 from fxprec.passes.policy.policy import Policy
 
@@ -65,7 +66,7 @@ def test_a_region_of_few_elements_is_left_with_its_bias_in_the_product(tools):
     gm = fused(tools, activated)
     assert format_graph(gm) == format_graph(plain)
     assert "linear(%x_bf16, %w_bf16, %b_bf16)" in format_graph(gm)
-    assert gm.meta["declined"] == [
+    assert graph_notes(gm).declined == [
         "fuse: fused_gelu_mul: 32 elements are few, and a GPU would wait for its host; fuse=True fuses it, or its name "
         "with True"
     ]
@@ -82,7 +83,7 @@ def test_of_more_elements_or_of_many_ops_it_is_a_region(tools):
 def test_the_user_decides_over_the_size(tools):
     assert names(fused(tools, activated, region_choices=(("*gelu*", True),))) == ["fused_gelu_mul"]
     gm = fused(tools, activated, rows=5, region_choices=(("*gelu*", False),))
-    assert not names(gm) and gm.meta["declined"] == ["fuse: fused_gelu_mul: fuse says no"]
+    assert not names(gm) and graph_notes(gm).declined == ["fuse: fused_gelu_mul: fuse says no"]
 
 
 @pytest.mark.usefixtures("_fewest")

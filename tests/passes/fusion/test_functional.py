@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fxprec.passes.context import Context
 from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.graph.text import format_graph
+from fxprec.passes.policy.policy import Policy
 
 X, W = torch.randn(4, 4), torch.randn(4, 4)
+REGIONS = Context(torch.bfloat16, Policy.preset("O1"), regions="aten")
 
 
 def before(tools, function, *inputs, **settings):
@@ -31,7 +34,7 @@ def test_the_graph_after(tools):
         return y.view(-1) + z.view(-1)
 
     gm = before(tools, f, X, W)
-    assert make_functional(gm.graph)
+    assert make_functional(gm, REGIONS).changed
     expecttest.assert_expected_inline(
         format_graph(gm),
         """\
@@ -48,7 +51,7 @@ def test_the_graph_after(tools):
 %add_f32: float32 = to(%add, torch.float32)
 return %add_f32""",
     )
-    assert not make_functional(gm.graph)
+    assert not make_functional(gm, REGIONS).changed
 
 
 YES = {
@@ -80,7 +83,7 @@ def test_rewritten(tools, function):
         return y * 2, earlier, y
 
     gm, plain = before(tools, f, X, W), before(tools, f, X, W)
-    assert written(gm) and make_functional(gm.graph) and not written(gm)
+    assert written(gm) and make_functional(gm, REGIONS).changed and not written(gm)
     gm.graph.lint()
     gm.recompile()
     for own, other in zip(gm(X, W), plain(X, W), strict=True):
@@ -95,7 +98,7 @@ def test_left(tools, function):
 
     gm = before(tools, f, X, W)
     text = format_graph(gm)
-    assert written(gm) and not make_functional(gm.graph) and format_graph(gm) == text
+    assert written(gm) and not make_functional(gm, REGIONS).changed and format_graph(gm) == text
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_left(tools, function):
 )
 def test_memory_of_others(tools, function):
     gm = before(tools, function, X, W)
-    assert not make_functional(gm.graph) and written(gm)
+    assert not make_functional(gm, REGIONS).changed and written(gm)
 
 
 def test_a_view_after_the_last_write_sees_it(tools):
@@ -115,7 +118,7 @@ def test_a_view_after_the_last_write_sees_it(tools):
         return F.linear(y.flatten(), w.flatten()), F.linear(F.dropout(y, 0.5, False), w)
 
     gm = before(tools, f, X, W)
-    assert make_functional(gm.graph)
+    assert make_functional(gm, REGIONS).changed
     flatten = next(node for node in gm.graph.nodes if node.name == "flatten")
     assert flatten.args[0].name == "relu_"
 
@@ -125,7 +128,7 @@ def test_operators(tools):
     add = next(node for node in gm.graph.nodes if node.name == "add")
     add.target = operator.iadd
     tools.rewritten(gm, tools.context(), until="fold_casts")
-    assert written(gm) == ["add"] and make_functional(gm.graph) and add.target is operator.add
+    assert written(gm) == ["add"] and make_functional(gm, REGIONS).changed and add.target is operator.add
     gm.recompile()
     assert torch.equal(gm(X, W), tools.rewritten(plain, tools.context())(X, W))
 
@@ -138,7 +141,7 @@ def test_a_cast_before_the_write_is_a_copy(tools):
         return earlier + y
 
     gm, plain = before(tools, f, X, W), before(tools, f, X, W)
-    assert "linear_f32" in {node.name for node in gm.graph.nodes} and make_functional(gm.graph)
+    assert "linear_f32" in {node.name for node in gm.graph.nodes} and make_functional(gm, REGIONS).changed
     gm.recompile()
     assert torch.equal(gm(X, W), plain(X, W))
 
@@ -150,7 +153,7 @@ def test_not_across_a_mode(tools):
     with gm.graph.inserting_before(relu):
         gm.graph.call_function(torch._C._set_grad_enabled, (False,)).meta["dtype"] = "-"
     gm = tools.rewritten(gm, tools.context(), until="fold_casts")
-    assert not make_functional(gm.graph)
+    assert not make_functional(gm, REGIONS).changed
 
 
 def test_then_they_join_a_region(tools):

@@ -22,7 +22,7 @@ import fxprec
 import kernel_tools
 from fxprec.kernels.cpu.compiled_attention import why_not
 from fxprec.passes.fusion import kernel_calls
-from fxprec.passes.graph.annotations import Rule
+from fxprec.passes.graph.annotations import Rule, graph_notes
 from fxprec.passes.graph.text import format_graph
 from fxprec.testing import count_casts
 
@@ -113,7 +113,9 @@ def test_batch_norm_joins_what_follows_it_and_nothing_else(tools) -> None:
 def test_other_forms_stay_and_the_report_says_so(tools, function, inputs) -> None:
     gm = rewritten(tools, function, *inputs)
     assert not calls(gm, kernel_calls.cross_entropy)
-    assert gm.meta["declined"] == ["fuse: cross_entropy: cross_entropy with arguments that the kernel does not have"]
+    assert graph_notes(gm).declined == [
+        "call_kernels: cross_entropy: cross_entropy with arguments that the kernel does not have"
+    ]
 
 
 @outside
@@ -169,7 +171,7 @@ def test_norms_stay_where_what_they_read_is_written_to(tools, written: str) -> N
     inputs = [X, WEIGHT, *CHANNELS[2:], torch.randn(4, 4, 1, 1), *CHANNELS[:2]]
     gm = tools.rewritten(tools.traced(f, *inputs), tools.context(regions="triton", device="cuda"))
     assert not calls(gm, kernel_calls.group_norm) and not calls(gm, kernel_calls.batch_norm)
-    assert "of what the graph writes to in place" in str(gm.meta["declined"])
+    assert "of what the graph writes to in place" in str(graph_notes(gm).declined)
 
 
 @outside

@@ -17,6 +17,7 @@ from fxprec.costs.shipped import shipped
 from fxprec.kernels.cpu import compiled_attention
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.model.module import conversion_of
+from fxprec.passes.graph.annotations import graph_notes
 from fxprec.passes.graph.text import format_graph
 from fxprec.settings import Settings
 
@@ -97,7 +98,7 @@ def test_sums_behind_convolutions_are_left_for_packing() -> None:
         model(torch.randn(2, 8, 12, 12))
     fxprec.freeze(model)
     report = fxprec.report(model)
-    *_, packed = conversion_of(model).captured[0].gm.meta["packed"].values()
+    *_, packed = graph_notes(conversion_of(model).captured[0].gm).packed.values()
     assert packed == ("batch_norm", "add", "relu")
     assert [region.name for graph in report.graphs for region in graph.regions] == ["fused_mul_add"]
 

@@ -27,7 +27,7 @@ CUTS: dict[str, Any] = {
 
 def rewritten(tools: Any, function: Any, **options: Any) -> Any:
     options = {"device": "cuda"} | options
-    return tools.rewritten(tools.traced(function, X), tools.context(**options), until="fuse")
+    return tools.rewritten(tools.traced(function, X), tools.context(**options), until="move_wide")
 
 
 def calls(gm: Any) -> int:

@@ -1,4 +1,4 @@
-"""wide_sums (by way of fuse): sums and means that read low say what they accumulate in; nothing else changes."""
+"""wide_sums: sums and means that read low say what they accumulate in; nothing else changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch._higher_order_ops.wrap
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, symbolic_trace
 
-from fxprec.passes.fuse import fuse
+from fxprec.passes.fusion.wide_sums import accumulate_wide
 from fxprec.passes.graph.annotations import UNDECIDED, Precision, Rule
 from fxprec.passes.graph.text import format_graph
 
@@ -51,7 +51,7 @@ return (%mean, %sum_1, %layer_norm_f32, %amax_f32)""",
     assert {node.name: node.meta["fused"] for node in gm.graph.nodes if "fused" in node.meta} == dict.fromkeys(
         ("mean", "sum_1"), "accumulates in FP32 while it reads low"
     )
-    assert not fuse(gm, tools.context()).changed
+    assert not accumulate_wide(gm, tools.context()).changed
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
@@ -63,7 +63,7 @@ def test_the_result_is_that_of_an_fp32_copy(tools, reduce, low):
     inputs = torch.randn(3, 4), torch.randn(64, 4)
     gm = tools.rewritten(tools.traced(f, *inputs), tools.context(low=low), until="insert_casts")
     assert gm(*inputs).dtype is low  # the kernel's own choice, without the keyword
-    assert fuse(gm, tools.context(low=low)).changed
+    assert accumulate_wide(gm, tools.context(low=low)).changed
     gm.recompile()
     copied = tools.rewritten(tools.traced(f, *inputs), tools.context(low=low, native_mixed=False))
     assert gm(*inputs).dtype is torch.float32
@@ -82,7 +82,7 @@ def test_the_result_is_that_of_an_fp32_copy(tools, reduce, low):
 def test_a_dtype_that_the_user_gave_stays(tools, given, after):
     gm = tools.traced(lambda x, w: F.linear(x, w).sum(-1, dtype=given), *INPUTS)
     tools.rewritten(gm, tools.context(), until="insert_casts")
-    assert fuse(gm, tools.context()).changed is (given is None)
+    assert accumulate_wide(gm, tools.context()).changed is (given is None)
     assert [node.kwargs for node in reductions(gm)] == [{"dtype": after}]
 
 
@@ -99,14 +99,14 @@ def test_a_dtype_that_the_user_gave_stays(tools, given, after):
 )
 def test_sums_that_do_not_read_low_for_certain_stay(tools, inputs, settings):
     gm = tools.rewritten(tools.traced(both, *inputs), tools.context(**settings), until="insert_casts")
-    assert not fuse(gm, tools.context(**settings)).changed
+    assert not accumulate_wide(gm, tools.context(**settings)).changed
     assert all("dtype" not in node.kwargs and "fused" not in node.meta for node in reductions(gm))
 
 
 @pytest.mark.parametrize(("function", "value"), [(torch.mean, torch.randn(3)), (torch.sum, torch.arange(3))])
 def test_sums_of_what_was_never_low_stay(tools, function, value):
     gm = tools.rewritten(tools.traced(lambda x: function(x), value), tools.context(), until="insert_casts")
-    assert not fuse(gm, tools.context()).changed
+    assert not accumulate_wide(gm, tools.context()).changed
     assert torch.equal(gm(value), function(value))
 
 
@@ -118,7 +118,7 @@ def test_bodies_of_higher_order_ops(tools):
     graph.output(graph.call_function(torch.ops.higher_order.wrap, (graph.get_attr("body"), x, w)))
     gm = GraphModule({"body": symbolic_trace(lambda x, w: F.linear(x, w).sum())}, graph)
     tools.rewritten(gm, tools.context(), until="fold_casts")
-    assert fuse(gm, tools.context()).changed
+    assert accumulate_wide(gm, tools.context()).changed
     assert reductions(gm.body)[0].kwargs == {"dtype": torch.float32}
 
 
@@ -135,4 +135,4 @@ def test_a_node_that_is_not_said_to_accumulate_stays(tools, name, precision):
     tools.rewritten(gm, tools.context(), until="insert_casts")
     node = next(node for node in gm.graph.nodes if node.name == name)
     node.meta["precision"] = precision
-    assert not fuse(gm, tools.context()).changed and node.kwargs == {}
+    assert not accumulate_wide(gm, tools.context()).changed and node.kwargs == {}

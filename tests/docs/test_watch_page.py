@@ -1,4 +1,4 @@
-"""docs/numerics.md: the code of the section on ``watch`` runs, and warns of what stands below it, once."""
+"""docs/watch.md: its code runs, and warns of what stands below it, once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ from torch import Tensor, nn
 
 import fxprec
 
-PAGE = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text(encoding="utf-8")
-SECTION = PAGE.partition("\n## A step that is not finite: `watch`\n")[2].partition("\n## ")[0]
-
-
-TEXTS = re.findall(r"^```text\n(.*?)^```$", SECTION, re.DOTALL | re.MULTILINE)
+PAGE = (Path(__file__).parents[2] / "docs" / "watch.md").read_text(encoding="utf-8")
+TEXTS = re.findall(r"^```text\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 class Net(nn.Module):
@@ -34,10 +31,10 @@ def test_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
     batches = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)]
     batches[1][0][2] = 0
     space: dict[str, Any] = {"torch": torch, "F": F, "fxprec": fxprec, "original": Net(), "batches": batches}
-    (block,) = re.findall(r"^```python\n(.*?)^```$", SECTION, re.DOTALL | re.MULTILINE)
+    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     text, _ = TEXTS
     with pytest.warns(fxprec.NonFiniteWarning) as told:
-        exec(compile(block, "docs/numerics.md", "exec"), space)
+        exec(compile(block, "docs/watch.md", "exec"), space)
     assert [_unnumbered(str(each.message)) for each in told] == [_unnumbered(text)]
     assert [_unnumbered(str(trip)) for trip in space["watcher"].trips] == [_unnumbered(text)]
     assert not capsys.readouterr().out, "else it stands there twice"

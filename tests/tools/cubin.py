@@ -1,4 +1,4 @@
-"""What NVIDIA's tools, which come with Triton, say of a compiled kernel: registers and memory, and its instructions."""
+"""Read from a compiled kernel which registers and memory it takes, by NVIDIA's tools, which come with Triton."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-__all__ = ["Usage", "disassembled", "usage", "usage_of"]
+__all__ = ["Usage", "usage", "usage_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,27 +27,18 @@ class Usage:
 
 
 def usage(cubin: Path) -> Usage:
-    """Of the kernel in a file."""
-    said = _said("cuobjdump", "--dump-resource-usage", str(cubin))
+    """Return what the kernel in a file takes."""
+    from triton import knobs  # not everywhere installed, where tests are collected
+
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     numbers = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", said)}
     return Usage(numbers["REG"], numbers["STACK"] + numbers["LOCAL"], numbers["SHARED"])
 
 
 def usage_of(cubin: bytes) -> Usage:
-    """Of a kernel that is in no file."""
+    """Return what a kernel takes that is in no file."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         return usage(Path(file.name))
-
-
-def disassembled(cubin: Path) -> str:
-    """SASS with labels, and with the 128 bits of each instruction beside it."""
-    return _said("nvdisasm", "-c", "-hex", str(cubin))
-
-
-def _said(tool: Literal["cuobjdump", "nvdisasm"], *options: str) -> str:
-    from triton import knobs  # not everywhere installed, where tests are collected
-
-    command = [getattr(knobs.nvidia, tool).path, *options]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
