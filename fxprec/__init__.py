@@ -18,7 +18,6 @@ from fxprec.inspection.report import report
 from fxprec.kernels.torch_internals import MISSING
 from fxprec.model.inference import accumulate, freeze, refresh
 from fxprec.model.module import graph_module, graphs, original, revert
-from fxprec.model.saved_names import find_saved_names
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.policy.policy import Policy
 from fxprec.scaling.loss_scaler import LossScaler
@@ -61,7 +60,6 @@ _ON_USE = ("amp", "fp16_utils", "numerics", "optim", "parallel", "testing")
 
 
 warn_if_untested(torch.__version__, MISSING)
-find_saved_names()
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -142,7 +142,8 @@ def convert(
         scaler: None: dynamic for float16, disabled for bfloat16; False: disabled; a number: static; or a LossScaler.
             The first step on float16 gradients of a loss that no scaler has scaled warns, unless it is False or 1.
         methods: other methods, by name or dotted path, that run rewritten graphs as forward does, such as
-            ``("encode", "vae.decode")``; the path of a module means its forward.
+            ``("encode", "vae.decode")``; the path of a module means its forward. Called by themselves, others run as
+            they did before; ``report`` lists them.
 
     Raises:
         TypeError: model, example inputs or scaler of a type that cannot serve.
@@ -191,8 +192,6 @@ def convert(
     conversion.converting = False
     if settings.device == "cpu":
         keep_some_memory()
-    conversion.reminders.replace_outlived()
-    conversion.remind(module)
     made.name_parameters(module)
     handed_back(made)
     return Converted(module, made)

@@ -2,7 +2,7 @@
 
 Errors derive from the built-in type that a caller would expect (ValueError, TypeError, RuntimeError), so that code
 which catches those keeps working. Warnings derive from ``FxprecWarning``, a ``UserWarning``; each kind has a class, to
-filter by: ``warnings.filterwarnings("error", category=fxprec.NotLoweredWarning)``.
+filter by: ``warnings.filterwarnings("error", category=fxprec.ServiceWarning)``.
 """
 
 __all__ = [
@@ -92,7 +92,7 @@ class FxprecWarning(UserWarning):
 
 
 class NotLoweredWarning(FxprecWarning):
-    """A part of the model runs in FP32 although it could be lowered: a method that was not named, a missing call."""
+    """A method that ``convert(methods=)`` named runs in FP32: only a part of the converted model is left."""
 
 
 class SlowDtypeWarning(FxprecWarning):

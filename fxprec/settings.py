@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import inf
 from typing import Any, Literal, get_args
@@ -64,11 +64,6 @@ class Settings:
                 "leave dtype out for float16 on CUDA and bfloat16 elsewhere"
             )
         self._check_lower()
-
-    def __setstate__(self, state: Sequence[Any]) -> None:
-        """Settings of an older version lack the fields that came later, which are the last ones."""
-        for position, each in enumerate(fields(self)):
-            object.__setattr__(self, each.name, state[position] if position < len(state) else each.default)
 
     @property
     def pays(self) -> bool:

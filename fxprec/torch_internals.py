@@ -13,7 +13,7 @@ import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from types import CodeType, FrameType, FunctionType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -171,24 +171,8 @@ def input_check_of(norm: BatchNorm) -> Any:
     return type(norm)._check_input_dim
 
 
-#: The attribute of a module that calls of it go through, if it has one: what ``module.compile()`` made. It is no part
-#: of copies and pickles, and dynamo passes it by, but for a module with hooks. ``run_call`` makes the call itself.
+#: The attribute of a module that calls of it go through, if it has one: what ``module.compile()`` made.
 CALLED_THROUGH: Final = "_compiled_call_impl"
-
-
-def run_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call itself: hooks and forward."""
-    return module._call_impl(*args, **kwargs)
-
-
-def called_module(frame: FrameType) -> Any:
-    """Of the frame that calls what a module is called through: the module. None: it is no such frame."""
-    return frame.f_locals["self"] if frame.f_code is nn.Module._wrapped_call_impl.__code__ else None
-
-
-def is_module_call(code: CodeType) -> bool:
-    """Return whether it is the code of torch's by which any module is called."""
-    return code is nn.Module._wrapped_call_impl.__code__ or code is nn.Module._call_impl.__code__
 
 
 def torch_dynamo() -> Any:

@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import Any, Final
 
 import torch
-from torch.fx import Graph, Tracer
+from torch.fx import Graph
 from torch.fx.graph import CodeGen
 
 from fxprec.kernels.torch_internals import needed, optional
@@ -88,8 +88,3 @@ def custom_op_autocast(op_name: str, device_type: str) -> torch.dtype | None:
 def codegen_of(graph: Graph) -> Any:
     """Return what writes the source of a graph; None where it is torch.fx's own plain one."""
     return None if type(graph._codegen) is CodeGen else graph._codegen
-
-
-def trace_again_by(graph: Graph, tracer: type[Tracer]) -> None:
-    """Have what is pickled of a plain graph module with this graph traced by such a tracer when it is loaded."""
-    graph._tracer_cls = tracer

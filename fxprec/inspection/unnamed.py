@@ -9,8 +9,7 @@ Found in the bytecode by the names of submodules, without running anything::
 
 Listed are methods that run matrix products: what reads names in bytecode is looked at in the source, where that is at
 hand, and modules without weights that a product reads (norms, activations, embeddings) do not count. What a method gets
-at in other ways (``getattr(self, name)``, ``self.children()``) is not found; the warning of the first such run names it
-(see ``fxprec.model.reminders``).
+at in other ways (``getattr(self, name)``, ``self.children()``) is not found.
 """
 
 from __future__ import annotations

@@ -39,13 +39,12 @@ from fxprec.model.dynamic import LeftToNet
 from fxprec.model.entry_point import MOST_RESTARTS, EntryPoint
 from fxprec.model.method_names import MethodName
 from fxprec.model.net import RUNS_FP32, Net, inside_net
-from fxprec.model.reminders import Reminders
 from fxprec.model.static import OtherDtypes, StaticEntry
 from fxprec.model.twins import twin_of
 from fxprec.model.watcher import Watcher
 from fxprec.model.wrappers import Wrappers
 from fxprec.passes.fuse import region_names
-from fxprec.passes.graph.annotations import Rule, notes
+from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.policy.terms import did_you_mean
 from fxprec.programs.call_form import CallForm, form_of_key
@@ -89,10 +88,6 @@ class Conversion:
         self.name = self.original_class.__name__
         self.store = ShadowStore(settings.dtype)
         self.wrappers = Wrappers()
-        own = weakref.ref(self)  # which owns the reminders
-        self.reminders = Reminders(
-            module, settings.device, ("forward", *settings.methods), lambda: (c := own()) is None or c.bypassed > 0
-        )
         self._numbers = itertools.count()
         self._gone: list[int] = []
         self.methods = {name: self.entry_point(name) for name in ("forward", *settings.methods)}
@@ -377,7 +372,6 @@ class Conversion:
             self.store.mark_stale()
             self.captured.append(captured)
             self.captures += 1
-            self.remind(model)
             return found
 
     def _take_found(self, entry: EntryPoint) -> None:
@@ -394,8 +388,6 @@ class Conversion:
         self._drop_gone()
         if found:
             self._captured_at_last(entry)
-        if found and (model := self.module()) is not None:
-            self.remind(model)
         if (owner := entry.owner()) is not None:
             entry.hooks.note(owner)
         entry.outside.update(notes)
@@ -407,19 +399,6 @@ class Conversion:
         while self._gone:
             number = self._gone.pop()
             self.captured = [captured for captured in self.captured if captured.entry != number]
-
-    def remind(self, model: nn.Module) -> None:
-        """From now on the first run in FP32 of a module whose weights graphs lower, or will, warns."""
-        policy = self.settings.policy
-        if policy.level == "O0" or policy.lowers_parameters or self.frozen is not None or self.converting:
-            return
-        tensors = dict(model.named_parameters(remove_duplicate=False))
-        low = {id(tensors.get(name)) for captured in self.captured for name in captured.program.low}
-        known = self.settings.pays or all(map(self._captured_of, self.entries()))
-        known = known or any(override.kind != "modules" for override in policy.overrides)  # which need a graph
-        modules = {} if known else dict(model.named_modules())
-        stays = (torch.float32, Rule.FULL, Rule.KEEP)
-        self.reminders.cover(low, lambda path: not known and policy.of_module(path, modules) not in stays)
 
     def _captured_at_last(self, entry: EntryPoint) -> None:
         if self.net.get(entry.whole) == _NEW:

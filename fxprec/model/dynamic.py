@@ -28,9 +28,9 @@ from fxprec.model.captured import rewrite
 from fxprec.model.net import RUNS_AS_TOLD, RUNS_FP32, turn_off, under_others, without_net
 from fxprec.model.roles import Method
 from fxprec.passes.graph.annotations import SPARSE
+from fxprec.programs.call_form import form_of_call
 from fxprec.programs.calls import Calls, Ran
 from fxprec.programs.dynamo_programs import ArgumentProgram, ProgramsByMemory
-from fxprec.programs.first_call import form_of_call
 from fxprec.programs.memory import mark_all_shared, mark_shared
 from fxprec.programs.program import Program
 

@@ -118,6 +118,5 @@ def freeze(model: _Model, pack: bool = True) -> _Model:
         parameter.requires_grad_(False)
         parameter.grad = None  # as large as the weights, and of no use any more
     conversion.store.clear()
-    conversion.reminders.remove()
     conversion.frozen, conversion.packed = frozenset(names), packed
     return model

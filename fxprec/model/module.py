@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.fx import Graph, GraphModule
@@ -24,9 +24,6 @@ from fxprec.programs.graph_modules import made_presentable
 from fxprec.settings import Settings
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
-
-#: Where a forward of the instance travelled in the state of a copy, up to version 0.1.
-_FORWARD: Final = "_fxprec_forward"
 
 
 def is_converted(module: object) -> bool:
@@ -160,9 +157,6 @@ class _Converted(Swapped):
         return (_rebuild, (conversion.settings, conversion.frozen, make, args, packs), *map(portable, rest))
 
     def __setstate__(self: Any, state: Any) -> None:
-        if isinstance(state, dict) and _FORWARD in state:
-            state = dict(state)
-            state["forward"] = state.pop(_FORWARD)
         super().__setstate__(state)  # type: ignore[misc]
         follow_all(self)
         swap_hosts(conversion_of(self), self)
@@ -225,13 +219,8 @@ def _recompile(module: GraphModule) -> Any:
 
 
 def _rebuild(
-    settings: Settings,
-    frozen: frozenset[str] | None,
-    make: Callable[..., Any],
-    args: tuple[Any, ...],
-    packs: bool | None = None,
+    settings: Settings, frozen: frozenset[str] | None, make: Callable[..., Any], args: tuple[Any, ...], packs: bool
 ) -> torch.nn.Module:
     module = make(*args)
-    # What an older version saved says nothing of packing, which freeze does where it is not told otherwise.
-    attach(module, settings, frozen, frozen is not None if packs is None else packs)
+    attach(module, settings, frozen, packs)
     return module

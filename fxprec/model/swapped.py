@@ -138,7 +138,6 @@ def take_off(model: nn.Module) -> None:
     for owner in owners.values():
         _plain_again(owner)
     conversion.store.clear()
-    conversion.reminders.remove()
     stop_expecting(conversion)
 
 

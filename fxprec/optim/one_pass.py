@@ -143,8 +143,6 @@ class OnePass(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy or a pickle; and of ``load_state_dict``, whose state has no say in low gradients."""
         super().__setstate__(state)
-        self.__dict__.setdefault("_torch", TorchUpdates())  # of a pickle from before there was any
-        self.__dict__.setdefault("_loops", CompiledUpdates())
         if asked := state.get("_low_gradients"):
             self._wishes = [ask_for_low_gradients(parameters_of(self), asked)]
 

@@ -11,8 +11,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from fxprec.programs.call_form import CallForm
-from fxprec.programs.first_call import NoForm, Placeholder
+from fxprec.programs.call_form import CallForm, NoForm, Placeholder
 
 #: Whether each of the modules in one is training.
 Modes = tuple[bool, ...]

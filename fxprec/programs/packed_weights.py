@@ -14,6 +14,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any, Final
 
@@ -23,19 +24,26 @@ from torch.fx import Graph, GraphModule
 
 from fxprec.kernels.cpu.packed import PackedConv, fold_norm, pack_linear
 from fxprec.kernels.cpu.words import SampledWords
+from fxprec.kernels.launch.direct import direct
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, FX, SCRIPT, TRANSFORM, watcher
+from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.kernels.torch_internals import version_of
+from fxprec.passes.canonical.rope_calls import rope
+from fxprec.passes.canonical.rope_calls import run_for as rope_run_for
 from fxprec.passes.context import Context
+from fxprec.passes.fusion.attention_calls import cpu_attention
+from fxprec.passes.fusion.attention_calls import run_for as attention_run_for
 from fxprec.passes.graph.annotations import graph_notes, notes
 from fxprec.passes.pack import pack
 from fxprec.passes.packing.products import Packing
 from fxprec.passes.runner import run_passes
-from fxprec.programs.direct_calls import call_directly
 from fxprec.programs.program import Program, without_autocast
 from fxprec.shadows import ShadowStore
 
 _pointer: Final = Tensor.data_ptr
 _PLAIN_TYPES: Final = (Tensor, nn.Parameter)
+#: Options of attention that its loop knows: no mask, no dropout, which are torch's in a forward alone.
+_ATTENTION: Final = frozenset({"is_causal", "scale", "enable_gqa", "from_flop"})
 
 #: What tells a weight from another one, and from itself as it was.
 _Key = tuple[Any, ...]
@@ -238,10 +246,33 @@ class _PackedFunction:
 
 
 def _direct(gm: GraphModule) -> GraphModule:
-    """The same, that is called where nobody looks on."""
-    found = _copy(gm)
-    call_directly(found)
-    return found
+    """Return a copy whose fused regions, rotary embeddings and attention go to their compiled loops the shortest way.
+
+    ::
+
+        %sum = call_module[target=fused_add](%linear, %x)    ->    %sum = call_function[target=fused_add](%linear, %x)
+
+    The function asks nothing but how its tensors lie (``kernels.launch.direct``): who runs the copy has asked whether
+    somebody looks into its ops or wants gradients.
+    """
+    gm = _copy(gm)
+    for node in gm.graph.find_nodes(op="call_module"):
+        region = gm.get_submodule(str(node.target))
+        if isinstance(region, FusedRegion) and region.kernels == "loops" and not region.draws and not node.kwargs:
+            node.op, node.target = "call_function", direct(region.name, region, region.run_for, region.note_path)
+    for node in gm.graph.find_nodes(op="call_function", target=rope):
+        if len(node.args) == 5 and not node.kwargs:  # x, cos, sin, half, compiled
+            *tensors, half, _ = node.args
+            node.args = tuple(tensors)
+            node.target = direct("rope", partial(rope, half=half, compiled=True), partial(rope_run_for, half=half))
+    for node in gm.graph.find_nodes(op="call_function", target=cpu_attention):
+        options = {name: value for name, value in node.kwargs.items() if name != "way"}
+        if len(node.args) == 3 and node.kwargs["way"] == "compiled" and options.keys() <= _ATTENTION:
+            node.kwargs = {}
+            whole = partial(cpu_attention, way="compiled", **options)
+            node.target = direct("attention", whole, partial(attention_run_for, **options))
+    gm.recompile()
+    return gm
 
 
 def _copy(gm: GraphModule) -> GraphModule:

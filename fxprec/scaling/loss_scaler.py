@@ -26,7 +26,6 @@ from fxprec.scaling.cuda_graphs import capturing
 from fxprec.scaling.device_step import can_skip_on_device, step_on_device, wants_scaler
 from fxprec.scaling.gradient_checks import GradientChecks
 from fxprec.scaling.gradients import ParameterNames, parameters_of
-from fxprec.scaling.loss_scale import LossScale
 from fxprec.scaling.observer import Observer
 from fxprec.scaling.outputs import scaled
 from fxprec.scaling.records import Records
@@ -561,10 +560,10 @@ class LossScaler(torch.amp.GradScaler):
         return {name: value for name, value in self.__dict__.items() if name not in _COMPOSED} | parts
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state = _of_0_1(state) if "_losses" in state else dict(state)
-        fp16_gradients, skipped, on_floor = (state.pop(name) for name in ("fp16_gradients", "skipped", "on_floor"))
-        without = state.pop("without_gradients", 0)
-        self.__dict__.update({"_skip_without_gradients": False, **state})
+        state = dict(state)
+        names = ("fp16_gradients", "skipped", "without_gradients", "on_floor")
+        fp16_gradients, skipped, without, on_floor = (state.pop(name) for name in names)
+        self.__dict__.update(state)
         self._compose(fp16_gradients, None, Skips(skipped - without, without), on_floor)
 
     def _scaled(self, loss_id: int, outputs: Any) -> Any:
@@ -608,31 +607,3 @@ class LossScaler(torch.amp.GradScaler):
 
 #: Made anew for a copy, or from a file.
 _COMPOSED = frozenset({"_names", "_known", "_records", "_checks", "_observers"})
-
-
-#: Attributes of a scaler of 0.1 that are in its parts now.
-_GONE = frozenset(
-    {"_losses", "_growth_factor", "_backoff_factor", "_growth_interval", "_hysteresis", "_consecutive", "_bounds",
-     "_init_scale", "_init_growth_tracker", "_per_optimizer_states", "_fp16_gradients", "_skips", "_floor", "_on_floor",
-     "_scaled_since_update", "_scaled_outside", "_blocks"}
-)  # fmt: skip
-
-
-def _of_0_1(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a scaler that version 0.1 pickled: its attributes, without parts. Those of a subclass stay."""
-    scales = Scales.__new__(Scales)
-    scales.__dict__.update(
-        losses=[LossScale(*loss.numbers()) for loss in state["_losses"]],
-        growth_factor=state["_growth_factor"],
-        backoff_factor=state["_backoff_factor"],
-        growth_interval=state["_growth_interval"],
-        hysteresis=state["_hysteresis"],
-        consecutive=state["_consecutive"],
-        bounds=state["_bounds"],
-    )
-    return {name: value for name, value in state.items() if name not in _GONE} | {
-        "_scales": scales,
-        "fp16_gradients": state["_fp16_gradients"],
-        "skipped": state["_skips"].count,
-        "on_floor": state["_on_floor"],
-    }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias
@@ -89,12 +89,6 @@ class Precision:
     def arriving(cls, compute: torch.dtype | None, output: torch.dtype | None, rule: Rule, why: str) -> Precision:
         """Make the decision for a node that takes everything as it arrives."""
         return cls(Arrival.AS_IT_ARRIVES, compute, output, rule, why)
-
-    def __setstate__(self, state: list[Any]) -> None:
-        """Graphs that version 0.1 saved say None where nothing was cast."""
-        for field, value in zip(fields(self), state, strict=True):
-            arrives = field.name == "reads" and value is None
-            object.__setattr__(self, field.name, Arrival.AS_IT_ARRIVES if arrives else value)
 
 
 #: Of a node that ``decide`` did not see.

@@ -1,4 +1,4 @@
-"""A trace of a graph module copies its nodes; and what torch.fx makes of that copy keeps them when it is pickled.
+"""A trace of a graph module copies its nodes.
 
 ::
 
@@ -6,22 +6,17 @@
     %cast = cast(%w, torch.bfloat16)           ->     %cast = cast(%w, torch.bfloat16)     # no constant
     %noise = randn(4)                                 %noise = randn(4)                    # no constant
     %add_ = add_(%count, 1)                           %write = write(%count, 'add_', 1)    # dead code to nobody
-
-The copy is in a graph module of torch.fx's own, whose pickle is source that is traced when it is loaded: ``EveryCall``
-does it, a tracer that also records the calls which no traced value reaches.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch.fx import GraphModule, Interpreter, Node, Proxy, Tracer
+from torch.fx import GraphModule, Interpreter, Node, Proxy
 from torch.fx.node import has_side_effect
-from torch.overrides import TorchFunctionMode
 
 from fxprec.passes.graph.annotations import notes
-from fxprec.passes.graph.leaves import leaf, tracer_of
-from fxprec.passes.torch_internals import trace_again_by
+from fxprec.passes.graph.leaves import leaf
 
 
 def write(x: Any, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -45,8 +40,6 @@ class Copying(Interpreter):
         self._tracer = tracer
         path = "" if tracer.root is gm else tracer.path_of_module(gm)
         self._prefix = path and f"{path}."
-        if not getattr(tracer, "proxy_buffer_attributes", False):
-            trace_again_by(tracer.graph, EveryCall)
 
     def run_node(self, n: Node) -> Any:
         if n.op in ("placeholder", "output"):
@@ -72,29 +65,3 @@ def plain(value: Any) -> Any:
         parts = [plain(part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return value
-
-
-class EveryCall(Tracer):
-    """Traces a graph's source: reads of buffers, and calls of torch that take no traced value, are nodes too."""
-
-    proxy_buffer_attributes = True
-
-    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        function, args = super().create_args_for_root(root_fn, is_module, concrete_args)
-
-        def recorded(*given: Any) -> Any:
-            with _Recorded(self):
-                return function(*given)
-
-        return recorded, args
-
-
-class _Recorded(TorchFunctionMode):
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self._tracer = tracer
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if tracer_of((args, kwargs)) is not None:
-            return func(*args, **(kwargs or {}))
-        return self._tracer.create_proxy("call_function", func, args, kwargs or {})

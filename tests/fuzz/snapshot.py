@@ -23,15 +23,15 @@ _PLAIN = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, range}
 )
 #: Attributes of nn.Module that are empty, or whose keys are numbers drawn by the process; and what a module is called
-#: through by ``module.compile()``, and by a reminder of ours.
+#: through by ``module.compile()``.
 _MODULE = frozenset(
     {name for name in vars(nn.Module()) if name not in ("training", "_parameters", "_buffers", "_modules")}
     | {"_compiled_call_impl"}
 )
 
 
-#: Beside what begins with the library's name: a wrapper's function, and what a module is called through for reminders.
-_NOT_THE_MODEL_S = ("__wrapped__", "_compiled_call_impl")
+#: Beside what begins with the library's name: a wrapper's function.
+_NOT_THE_MODEL_S = ("__wrapped__",)
 
 
 def leaves_of(value: Any, namespace: str) -> Leaves:

@@ -11,7 +11,7 @@ from tests.hostile.models import Net, Two, net
 
 CASES = case = Cases("methods")
 
-NAMED = "a method that was not named: a warning says so"
+NOT_NAMED = "a method that was not named"
 
 
 class Coder(nn.Module):
@@ -63,28 +63,28 @@ def path_to_a_module_that_is_named(t: Run):
     t.backward(t(m, x))
 
 
-@case(not_lowered=NAMED)
+@case(wide=NOT_NAMED)
 def methods_that_are_not_named(t: Run):
     m, x = t.convert(Coder()), t.randn(4, 8)
     t(m, x)
     t.backward(t(m.decode, t(m.encode, x)))
 
 
-@case(not_lowered=NAMED)
+@case(wide=NOT_NAMED)
 def child_called_directly(t: Run):
     m, x = t.convert(Two()), t.randn(4, 8)
     t(m, x)
     t.backward(t(m.l, x))
 
 
-@case(not_lowered=NAMED)
+@case(wide=NOT_NAMED)
 def child_called_before_any_forward(t: Run):
     m, x = t.convert(Two()), t.randn(4, 8)
     t.backward(t(m.l, x))
     t(m, x)
 
 
-@case(not_lowered=NAMED)
+@case(wide=NOT_NAMED)
 def training_step(t: Run):
     class M(Two):
         def training_step(self, batch):
@@ -106,7 +106,7 @@ def training_step_through_forward(t: Run):
     t(m.training_step, (t.randn(4, 8), t.randn(4, 8))).backward()
 
 
-@case(not_lowered=NAMED)
+@case(wide=NOT_NAMED)
 def forward_features(t: Run):
     class M(Two):
         def forward_features(self, x):
@@ -179,7 +179,7 @@ def forward_called_directly(t: Run):
 
 @case
 def forward_kept_from_before(t: Run):
-    """A bound method that was taken before the conversion: it is the original's, and says so when it runs in FP32."""
+    """A bound method that was taken before the conversion: it is the original's."""
     m = Two()
     m.note = "a"
     m, x = t.convert(m), t.randn(4, 8)

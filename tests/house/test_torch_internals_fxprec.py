@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import pickle
-import sys
 import warnings
 from typing import Any
 
@@ -356,26 +354,12 @@ def test_an_allocation_to_a_graph_is_ended_where_there_is_cuda() -> None:
     assert given == ([(0, (0, 1))] if torch.version.cuda else [])
 
 
-@contract("fxprec", "CALLED_THROUGH", "run_call", "called_module", "is_module_call")
-def test_a_module_is_called_through_what_copies_leave_out() -> None:
-    name, frames = of_fxprec.CALLED_THROUGH, []
+@contract("fxprec", "CALLED_THROUGH")
+def test_what_a_compiled_module_is_called_through() -> None:
     linear = nn.Linear(2, 2)
-
-    def called(*args, **kwargs):
-        frames.append(sys._getframe(1))
-        return of_fxprec.run_call(of_fxprec.called_module(frames[-1]), args, kwargs)
-
-    x = torch.ones(1, 2)
-    expected = linear(x)
-    assert name not in vars(linear) and getattr(linear, name) is None
-    vars(linear)[name] = called
-    assert torch.equal(linear(x), expected) and of_fxprec.is_module_call(frames[0].f_code)
-    assert of_fxprec.called_module(frames[0]) is linear and of_fxprec.called_module(sys._getframe()) is None
-    assert not of_fxprec.is_module_call(sys._getframe().f_code)
-    linear.register_forward_hook(lambda *_: 1)
-    assert linear(x) == 1
-    for copied in (copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))):
-        assert name not in vars(copied(nn.Linear(2, 2))) and name not in linear.__getstate__()
+    assert getattr(linear, of_fxprec.CALLED_THROUGH) is None and of_fxprec.CALLED_THROUGH not in vars(linear)
+    linear.compile(backend="eager")
+    assert vars(linear)[of_fxprec.CALLED_THROUGH] is not None
 
 
 @contract("fxprec", "negated", "storage_key", "decomposition_of")

@@ -127,22 +127,23 @@ def _features(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "run", "what", "method"),
-    [
-        ("t5", _generate, "T5ForConditionalGeneration.generate runs 'encoder'", "encoder"),
-        ("clip", _features, "CLIPModel.get_image_features runs 'vision_model'", "get_image_features"),
-    ],
+    ("name", "run", "method"), [("t5", _generate, "encoder"), ("clip", _features, "get_image_features")]
 )
-def test_what_goes_around_forward_says_so_and_is_lowered_by_name(name, run, what, method):
-    model = fxprec.convert(ZOO[name].build().eval()).module
-    with pytest.warns(fxprec.NotLoweredWarning, match=what) as caught:
+def test_what_goes_around_forward_is_lowered_by_name(name, run, method):
+    for methods, lowered in (((), False), ((method,), True)):
+        model = fxprec.convert(ZOO[name].build().eval(), methods=methods).module
         run(model)
-    assert f"{method!r},)" in str(caught[0].message)
-    model = fxprec.convert(ZOO[name].build().eval(), methods=(method,)).module
-    run(model)
-    with _FullPrecisionMatmuls() as heavy:
-        run(model)
-    assert heavy.found == 0
+        with _FullPrecisionMatmuls() as heavy:
+            run(model)
+        assert (heavy.found == 0) == lowered
+
+
+@pytest.mark.slow
+def test_a_method_around_forward_stands_in_the_report():
+    case = ZOO["clip"]
+    model = fxprec.convert(case.build().eval()).module
+    model(**case.inputs())
+    assert "convert(model, methods=('get_image_features',))" in str(fxprec.report(model))
 
 
 @pytest.mark.slow

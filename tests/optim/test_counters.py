@@ -143,18 +143,6 @@ def test_a_compiled_step_counts():
     assert torch.equal(*parameters) and compiled.state[parameters[0]]["step"].item() == 4
 
 
-def test_an_optimizer_that_was_pickled_before_there_were_any_steps():
-    model = network()
-    ours = optim.AdamW(model.parameters(), lr=0.1)
-    train(model, ours)
-    state = ours.__getstate__()
-    del state["_torch"]
-    old = object.__new__(optim.AdamW)
-    old.__setstate__(state)
-    train(model, old)
-    assert [step.item() for step in steps_of(old)] == [2] * 4
-
-
 def test_a_copy_counts_on_its_own():
     model = network()
     ours = optim.AdamW(model.parameters(), lr=0.1)

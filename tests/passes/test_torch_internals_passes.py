@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Callable
 
 import numpy as np
@@ -141,26 +140,6 @@ def test_what_writes_the_source_is_an_attribute_of_the_graph() -> None:
     program = torch.export.export(torch.nn.ReLU(), (torch.ones(1),)).module()
     assert of_passes.codegen_of(program.graph) is not None  # type: ignore[arg-type]
     assert of_passes.codegen_of(torch.fx.Graph()) is None
-
-
-class TracesBuffers(torch.fx.Tracer):
-    proxy_buffer_attributes = True
-
-
-@contract("passes", "trace_again_by")
-def test_a_pickle_is_traced_by_the_tracer_that_the_graph_names() -> None:
-    class Scaled(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("scale", torch.ones(1))
-
-        def forward(self, x):  # type: ignore[no-untyped-def]  # fx would print the annotations
-            return x * (self.scale + 1)
-
-    graph = TracesBuffers().trace(Scaled())
-    of_passes.trace_again_by(graph, TracesBuffers)
-    loaded = pickle.loads(pickle.dumps(torch.fx.GraphModule(Scaled(), graph)))
-    assert [node.op for node in loaded.graph.nodes].count("get_attr") == 1
 
 
 @contract("passes", "tree_leaves", "tree_map")

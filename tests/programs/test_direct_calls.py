@@ -1,4 +1,4 @@
-"""direct_calls: a frozen model's loops by the shortest way give what they gave, for whatever comes."""
+"""Direct calls: a frozen model's loops by the shortest way give what they gave, for whatever comes."""
 
 from __future__ import annotations
 

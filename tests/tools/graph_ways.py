@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import io
 import pickle
-import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,19 +82,6 @@ def saved(gm: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-def in_folder(gm: fx.GraphModule) -> nn.Module:
-    with tempfile.TemporaryDirectory() as place:
-        gm.to_folder(Path(place) / "written_graph")
-        sys.path.insert(0, place)
-        try:
-            importlib.invalidate_caches()
-            return importlib.import_module("written_graph").FxModule().train(gm.training)
-        finally:
-            sys.path.remove(place)
-            for name in [name for name in sys.modules if name.startswith("written_graph")]:
-                del sys.modules[name]
-
-
 def split(gm: fx.GraphModule) -> fx.GraphModule:
     calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
     parts = {node: int(number >= len(calls) // 2) for number, node in enumerate(calls)}
@@ -121,19 +104,14 @@ EXACT: dict[str, Callable[..., Any]] = {
     "pickle of a deepcopy": lambda gm, *_: pickled(copy.deepcopy(gm)),
     "copy": lambda gm, *_: copy.copy(gm),
     "symbolic_trace": lambda gm, *_: fx.symbolic_trace(gm),
-    "pickle of a trace": lambda gm, *_: pickled(fx.symbolic_trace(gm)),
     "deepcopy of a trace": lambda gm, *_: copy.deepcopy(fx.symbolic_trace(gm)),
     "feature extractor": lambda gm, *_: extracted(gm),
-    "torch.save of a feature extractor": lambda gm, *_: saved(extracted(gm)),
     "traced in a model": around,
-    "to_folder": lambda gm, *_: in_folder(gm),
     "Transformer": lambda gm, *_: fx.Transformer(gm).transform(),
     "Interpreter": lambda gm, *_: lambda *args: fx.Interpreter(gm).run(*args),
     "split_module": lambda gm, *_: split(gm),
     "shape_prop": with_shapes,
 }  # fmt: skip
-if torch.__version__ < "2.11":  # which writes self.0, no Python, for the layers of a Sequential
-    del EXACT["to_folder"]
 
 #: The same of those that run it in ways of their own.
 RUNNERS: dict[str, Callable[..., Any]] = {

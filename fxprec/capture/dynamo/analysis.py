@@ -61,7 +61,7 @@ _OF_ITS_OWN: Final = {"isolate_recompiles": True} if ISOLATES else {}
 #: Skipped frames that hold no tensor work: torch's own, and those without tensors or operations on them.
 _HARMLESS: Final = ("skipfiles", "no tensor-related objects", "namedtuple", "No ops traced")
 
-#: Our own functions, on the way into a module (reminders): what breaks there breaks further in.
+#: Our own functions, on the way into a user's (those of ``fxprec.amp``): what breaks there breaks further in.
 _OWN: Final = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 #: In the reason that dynamo gives beyond its recompile limit.
 _BEYOND_LIMIT: Final = "custom frame execution strategy"

@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Callable
 from operator import attrgetter
-from types import FunctionType, MethodType, NoneType
+from types import FunctionType, MethodType
 from typing import Any, Final
 
 import torch
@@ -21,7 +21,6 @@ from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.guard_values import is_container, is_plain, snapshot
 from fxprec.capture.lookups import PARTS
 from fxprec.capture.originals import original_class
-from fxprec.capture.reminder import Reminder
 from fxprec.capture.symbolic.guards import HOOKS, Fact, Guards, Reads, Slot, hooks_of
 from fxprec.capture.symbolic.opaque_code import OpaqueCode
 from fxprec.capture.symbolic.surroundings import Held, Surroundings
@@ -74,7 +73,7 @@ def _unfit_class(cls: type[nn.Module]) -> str | None:
 
 
 def _unfit_object(attributes: dict[str, Any]) -> str | None:
-    if not isinstance(attributes.get(CALLED_THROUGH), NoneType | Reminder):
+    if attributes.get(CALLED_THROUGH) is not None:
         return "is compiled (module.compile())"
     for part in _TENSORS & attributes.keys():
         for tensor in attributes[part].values():

@@ -206,15 +206,6 @@ class FusedRegion(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plans": {}, "_dear": {}}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a file of 0.1 as well, which knew Triton or nothing."""
-        known = {key: value for key, value in state.items() if key != "triton"}
-        known.setdefault("kernels", "triton" if state.get("triton") else "aten")
-        known.setdefault("prices", None)
-        known.setdefault("_dear", {})
-        known.setdefault("_largest", 0)
-        super().__setstate__(known)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedRegion:
         import copy
 

@@ -15,7 +15,6 @@ from fxprec.passes.graph.annotations import (
     NO_OP,
     UNDECIDED,
     Annotations,
-    Arrival,
     Precision,
     Rule,
     clean_path,
@@ -107,13 +106,10 @@ def test_fields_lie_in_meta_and_go_with_copies():
     del notes(x).precision  # nothing is there to delete
 
 
-def test_precisions_of_before_arrivals_were_named_load():
-    precision = Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16, Rule.LOW, "a test")
-    assert pickle.loads(pickle.dumps(precision)) == precision
-    old = Precision.__new__(Precision)
-    old.__setstate__([None, None, torch.float32, Rule.KEEP, "a test"])
-    assert old == Precision.arriving(None, torch.float32, Rule.KEEP, "a test")
-    assert old.reads is Arrival.AS_IT_ARRIVES
+def test_precisions_are_pickled():
+    for precision in (Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16, Rule.LOW, "a test"), UNDECIDED):
+        again = pickle.loads(pickle.dumps(precision))
+        assert again == precision and type(again.reads) is type(precision.reads)
 
 
 @pytest.mark.parametrize(
