@@ -121,6 +121,8 @@ class Annotations:
     path: Annotated[str, "capture"] = ""
     #: Equal for inputs, parameters and buffers that share memory; None where nothing does.
     memory: Annotated[Any, "capture"] = None
+    #: Whether an input is what another piece of the method computed, or may be: no input of the model.
+    handed_over: Annotated[bool, "capture"] = False
     #: The canonical op.
     op: Annotated[Op, "canonicalize", "make_functional"] = NO_OP
     #: Whether the graph writes to the memory of this input, parameter or buffer.

@@ -135,8 +135,7 @@ class CutWalk(GraphWalk):
         variables = self.variables
         if self.verdict.costs is not None:  # prices say whether it is worth its cast
             return
-        lowered = self.context.policy.lowers_sources and node in variables.value and node not in self.classes
-        if lowered:
+        if node in variables.unpromoting and node not in self.classes:
             variables.arrives[node], variables.value[node] = variables.value[node], LOW
 
     def output(self, node: Node, returns: Rule) -> None:

@@ -107,7 +107,7 @@ class GraphWalk:
     def source(self, node: Node, why: str) -> None:
         """A value that comes from outside, or from where we don't look."""
         if carries_float(notes(node).dtype):
-            self.assign_dtype(node, assumed_original(notes(node).dtype), source=True)
+            self.assign_dtype(node, assumed_original(notes(node).dtype), source=not notes(node).handed_over)
         self.decide(node, Rule.KEEP, why)
 
     def output(self, node: Node, returns: Rule) -> None:

@@ -148,6 +148,37 @@ def test_the_loss_of_returned_probabilities(spelling, settings):
     check(loss, settings, RETURNED[spelling])
 
 
+def over_a_break(h, y):
+    p = (h / 2).softmax(-1)
+    torch._dynamo.graph_break()
+    return -torch.log(1 - p).mean()
+
+
+class Sigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(y := torch.sigmoid(x))
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g * y * (1 - y)
+
+
+@pytest.mark.parametrize(
+    ("function", "settings"),
+    [
+        (over_a_break, {}),
+        (over_a_break, {"placement": "autocast"}),
+        (lambda h, y: -torch.log(1 - Sigmoid.apply(h)).mean(), {}),
+    ],
+    ids=["a break", "a break, as autocast", "a Function"],
+)
+def test_a_piece_rounds_nothing_that_an_earlier_one_hands_over(function, settings):
+    check(lambda loss: loss, {"level": "O2", "capture": "dynamo", **settings}, function)
+
+
 def written_like(h):
     p = torch.zeros_like(h)
     p[:, :8].copy_(h[:, :8].sigmoid())
