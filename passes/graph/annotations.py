@@ -154,6 +154,8 @@ class Annotations:
     precision: Annotated[Precision, "decide"] = UNDECIDED
     #: The root of memory that is written later, and lives in another dtype than its kernel puts out: in this one.
     root_dtype: Annotated[torch.dtype | None, "decide"] = None
+    #: Whether the call, which names the dtype of another tensor, is to name FP32.
+    names_fp32: Annotated[bool, "decide"] = False
     #: Whether the node is a cast that a pass made.
     inserted: Annotated[bool, "insert_casts"] = False
     #: Whether the node is a cast by which others read a value as it is returned.
