@@ -320,7 +320,7 @@ class _Epochs:
         return True
 
     def recast_root(self, node: Node, dtype: torch.dtype) -> bool:
-        """A written class lives in another dtype than its maker puts out: its members use a copy from the start."""
+        """A value lives in another dtype than its maker puts out: all that read or write it use a copy."""
         function = cast_if_float if notes(node).dtype is UNKNOWN else cast
         with self.graph.inserting_after(node):
             new = self.graph.call_function(function, (node, dtype))
@@ -328,7 +328,7 @@ class _Epochs:
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         new.meta = node.meta | {
             "op": Op("to"),
-            "precision": Precision.arriving(dtype, dtype, Rule.KEEP, "written in place later on"),
+            "precision": Precision.arriving(dtype, dtype, Rule.KEEP, "cast inserted behind " + node.name),
             "inserted": True,
         }
         return True

@@ -152,8 +152,8 @@ class Annotations:
     scalar: Annotated[bool | None, "propagate"] = None
     #: What the node reads, computes and puts out, and why.
     precision: Annotated[Precision, "decide"] = UNDECIDED
-    #: The root of memory that is written later, and lives in another dtype than its kernel puts out: in this one.
-    root_dtype: Annotated[torch.dtype | None, "decide"] = None
+    #: Of memory that is written later, or a lookup's result, that lives in another dtype than its kernel puts out.
+    root_dtype: Annotated[torch.dtype | None, "decide", "insert_casts"] = None
     #: Whether the call, which names the dtype of another tensor, is to name FP32.
     names_fp32: Annotated[bool, "decide"] = False
     #: Whether the node is a cast that a pass made.

@@ -83,7 +83,7 @@ class CutWalk(GraphWalk):
         self.variables = Variables(context.low, absorbs, self.verdict.costs)
         self.decided: dict[Node, _Decided] = {}
         self.commuting: dict[Node, list[int]] = {}  # ops that commute with rounding -> their inputs
-        self.roots: list[Node] = []  # LOW ops that make a written class
+        self.roots: list[Node] = []  # ops behind which a cast may stand
         self.classes: dict[Node, Node] = {}
         self.chains: set[Node] = set()
         self.squares: set[Node] = set()  # what low memory cannot hold
@@ -279,13 +279,17 @@ class CutWalk(GraphWalk):
             variable = LOW
         else:
             variable = variables.new(node)
-        variables.read_data(site, variable)
+        read = FP32 if floats and site.adds_up_low(self.context) else variable
+        variables.read_data(site, read)
         self.promote(site, variable)
         if floats:
             variables.value[node] = variable
+            if read is not variable:
+                variables.add_cast_behind(node, read, variable)
+                self.roots.append(node)
             if unsafe is COUNTS and variables.unpromoting.issuperset(site.data):
                 variables.unpromoting.add(node)
-        self.decide(node, site.rule, unsafe or site.why, variable, site=site)
+        self.decide(node, site.rule, unsafe or site.why, read, out=FP32 if read is not variable else None, site=site)
 
     def promote(self, site: Site, variable: int) -> None:
         """Let the op that follows be FP32 where an input is."""
