@@ -24,7 +24,8 @@ costs of the device, LOW ops that do not pay are FULL (``pays``). What the level
 O0    every op is KEEP (the policy says so)
 O1    inputs, parameters and buffers are FP32, and what promotes or follows is as wide as its widest input, so the
       residual stream stays FP32 as under autocast
-O2    inputs and parameters count as low, so everything floats that nothing FP32 flows into: the residual stream is low
+O2    inputs and parameters count as low, so everything floats that nothing FP32 flows into: the residual stream is low;
+      what another piece of the method hands over is no input, and counts as at O1
 O3    as O2; the policy turns FULL into LOW
 ====  ===============================================================================================================
 

@@ -25,7 +25,8 @@ tensor that shares its memory; the next reader then gets a new one. So does the 
 is cast by ``cast_if_float``, which looks at run time, a list or tuple of tensors by ``cast_each``. Additive attention
 masks are cast by ``cast_saturating``.
 
-A count (``placement.origins``) that takes its dtype from a low tensor is written as FP32::
+What takes its dtype from a low tensor, and needs digits that this has not (``placement.origins``: counts, and
+``placement.saturation``), is written as FP32::
 
     %t: float32 = to(%ids, torch.float32)              # was %ids.to(%y.dtype)
 
@@ -66,7 +67,6 @@ from fxprec.passes.graph.wide_state import WITH_WIDE_STATE
 from fxprec.passes.ops.aliases import written_by, written_memory
 from fxprec.passes.ops.names import cast_target, dtype_argument
 from fxprec.passes.ops.table import facts_at, facts_of
-from fxprec.passes.placement.origins import COUNTS
 from fxprec.passes.placement.sites import dtype_reference
 
 _SHORT: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -84,7 +84,8 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
     epochs = _Epochs(gm, context)
     for node in list(gm.graph.nodes):
         epochs.transformed(node)
-        changed |= epochs.keep_digits(node) or epochs.cast_arguments(node) or epochs.keep_users_cast(node)
+        changed |= epochs.keep_digits(node)
+        changed |= epochs.cast_arguments(node) or epochs.keep_users_cast(node)
         annotations = notes(node)
         row = facts_of(annotations.op.name)
         if row.bits:
@@ -253,9 +254,9 @@ class _Epochs:
             self.made.pop(self.roots[target], None)
 
     def keep_digits(self, node: Node) -> bool:
-        """Write FP32 where a count (``placement.origins``) takes its dtype from a tensor that is low now."""
+        """Write FP32 where a value that needs its digits takes its dtype from a tensor that is low now."""
         annotations = notes(node)
-        if annotations.precision.output is not torch.float32 or annotations.precision.why != COUNTS:
+        if not annotations.names_fp32:
             return False
         reference = dtype_reference(node)
         dtypes: list[object] = [each for each in node.all_input_nodes if each.args == (reference, "dtype")]
@@ -319,7 +320,7 @@ class _Epochs:
         return True
 
     def recast_root(self, node: Node, dtype: torch.dtype) -> bool:
-        """A written class lives in another dtype than its maker puts out: its members use a copy from the start."""
+        """A value lives in another dtype than its maker puts out: all that read or write it use a copy."""
         function = cast_if_float if notes(node).dtype is UNKNOWN else cast
         with self.graph.inserting_after(node):
             new = self.graph.call_function(function, (node, dtype))
@@ -327,7 +328,7 @@ class _Epochs:
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         new.meta = node.meta | {
             "op": Op("to"),
-            "precision": Precision.arriving(dtype, dtype, Rule.KEEP, "written in place later on"),
+            "precision": Precision.arriving(dtype, dtype, Rule.KEEP, "cast inserted behind " + node.name),
             "inserted": True,
         }
         return True

@@ -115,6 +115,8 @@ class Annotations:
     path: Annotated[str, "capture"] = ""
     #: Equal for inputs, parameters and buffers that share memory; None where nothing does.
     memory: Annotated[Any, "capture"] = None
+    #: Whether an input is what another piece of the method computed, or may be: no input of the model.
+    handed_over: Annotated[bool, "capture"] = False
     #: The canonical op.
     op: Annotated[Op, "canonicalize", "make_functional"] = NO_OP
     #: Whether the graph writes to the memory of this input, parameter or buffer.
@@ -144,8 +146,10 @@ class Annotations:
     scalar: Annotated[bool | None, "propagate"] = None
     #: What the node reads, computes and puts out, and why.
     precision: Annotated[Precision, "decide"] = UNDECIDED
-    #: The root of memory that is written later, and lives in another dtype than its kernel puts out: in this one.
-    root_dtype: Annotated[torch.dtype | None, "decide"] = None
+    #: Of memory that is written later, or a lookup's result, that lives in another dtype than its kernel puts out.
+    root_dtype: Annotated[torch.dtype | None, "decide", "insert_casts"] = None
+    #: Whether the call, which names the dtype of another tensor, is to name FP32.
+    names_fp32: Annotated[bool, "decide"] = False
     #: Whether the node is a cast that a pass made.
     inserted: Annotated[bool, "insert_casts"] = False
     #: Whether the node is a cast by which others read a value as it is returned.

@@ -66,6 +66,8 @@ class OpRule:
         mixed: device types on which the eager kernel reads a low data port, computes in FP32 inside with the other
             ports FP32, and writes low (free ports): {"cpu"} for layer_norm.
         dtype_keyword: the op takes ``dtype=`` and accumulates in it while reading low natively (sum, mean).
+        adds_up: device types on which its backward adds up gradients of one place in the dtype of its data, so that a
+            weight's stalls: it reads FP32 there, and its result is cast.
         low_kernel: whether there is a kernel for low inputs at all, forward and backward: without one a FULL op stays
             FULL even where a level or a placement would have it run low.
         boolean: of bool operands it gives the same as of their zeros and ones in FP32.
@@ -168,6 +170,7 @@ class OpRule:
     native_promotion: bool = False
     mixed: frozenset[str] = frozenset()
     dtype_keyword: bool = False
+    adds_up: frozenset[str] = frozenset()
     view: bool = False
     low_kernel: bool = True
     autocast: Rule | None = None

@@ -83,12 +83,13 @@ class CutWalk(GraphWalk):
         self.variables = Variables(context.low, absorbs, self.verdict.costs)
         self.decided: dict[Node, _Decided] = {}
         self.commuting: dict[Node, list[int]] = {}  # ops that commute with rounding -> their inputs
-        self.roots: list[Node] = []  # LOW ops that make a written class
+        self.roots: list[Node] = []  # ops behind which a cast may stand
         self.classes: dict[Node, Node] = {}
         self.chains: set[Node] = set()
         self.squares: set[Node] = set()  # what low memory cannot hold
         self.origins = Origins()
         self.saturated: dict[Node, str] = {}
+        self.digits: dict[Node, str] = {}  # calls that name another tensor's dtype, and give FP32 all the same -> why
 
     def enter(self, graph: Graph, returns: bool) -> None:
         if self.verdict.costs is not None:
@@ -135,8 +136,7 @@ class CutWalk(GraphWalk):
         variables = self.variables
         if self.verdict.costs is not None:  # prices say whether it is worth its cast
             return
-        lowered = self.context.policy.lowers_sources and node in variables.value and node not in self.classes
-        if lowered:
+        if node in variables.unpromoting and node not in self.classes:
             variables.arrives[node], variables.value[node] = variables.value[node], LOW
 
     def output(self, node: Node, returns: Rule) -> None:
@@ -199,32 +199,20 @@ class CutWalk(GraphWalk):
         variables.read_original(site.kept)
         self.decide(node, Rule.FOLLOW, site.why, variable)
 
-    def _user_cast(self, site: Site, floats: bool) -> None:
-        if not floats or not self.keeps_digits(site.node):
-            return super()._user_cast(site, floats)
-        self.assign_digits(site.node)
-        if self.has(site.base):
-            self.read_by_user_cast(site.node, site.base)
-        return self.decide(site.node, Rule.KEEP, COUNTS)
-
-    def keeps_digits(self, node: Node) -> bool:
-        """Return whether a node makes a count in the dtype of another tensor, and somebody needs its digits."""
-        named = notes(node).derived_cast or dtype_reference(node) is not None
-        return named and notes(node).dtype is torch.float32 and self.origins.is_exact(node)
-
-    def assign_digits(self, node: Node) -> None:
-        """Make a count FP32 that the program has in another tensor's dtype: it widens nobody whom that would not."""
-        reference = dtype_reference(node)
+    def assign_named_dtype(self, site: Site, dtype: torch.dtype, source: bool = False) -> None:
+        """In another tensor's dtype: but for FP32 where somebody needs digits that this has in the original program."""
+        node, reference = site.node, dtype_reference(site.node)
+        why = COUNTS if self.origins.is_exact(node) else self.saturated.get(node)
+        named = notes(node).derived_cast or reference is not None
+        if why is None or not named or notes(node).dtype is not torch.float32:
+            return super().assign_named_dtype(site, dtype, source)
+        self.digits[node] = why
         self.assign_dtype(node, torch.float32)
         if reference is None or not self.has(reference) or self.variables.arriving(reference) != FP32:
-            self.variables.unpromoting.add(node)
+            self.variables.unpromoting.add(node)  # it widens nobody whom that dtype would not
 
     def keep(self, site: Site, floats: bool) -> None:
         node, variables = site.node, self.variables
-        if floats and self.keeps_digits(node):
-            variables.read_original((*site.data, *site.kept))
-            self.assign_digits(node)
-            return self.decide(node, Rule.KEEP, COUNTS)
         sources = (*site.data, *site.kept)
         variables.read_original(sources)
         written = [target for target in written_by(node) if self.has(target)]
@@ -291,13 +279,17 @@ class CutWalk(GraphWalk):
             variable = LOW
         else:
             variable = variables.new(node)
-        variables.read_data(site, variable)
+        read = FP32 if floats and site.adds_up_low(self.context) else variable
+        variables.read_data(site, read)
         self.promote(site, variable)
         if floats:
             variables.value[node] = variable
+            if read is not variable:
+                variables.add_cast_behind(node, read, variable)
+                self.roots.append(node)
             if unsafe is COUNTS and variables.unpromoting.issuperset(site.data):
                 variables.unpromoting.add(node)
-        self.decide(node, site.rule, unsafe or site.why, variable, site=site)
+        self.decide(node, site.rule, unsafe or site.why, read, out=FP32 if read is not variable else None, site=site)
 
     def promote(self, site: Site, variable: int) -> None:
         """Let the op that follows be FP32 where an input is."""
@@ -329,7 +321,7 @@ class CutWalk(GraphWalk):
         site: Site | None = None,
     ) -> None:
         value = self.variables.arriving(node) if node in self.variables.value else None
-        self.decided[node] = _Decided(read, value if out is None else out, rule, why, site)
+        self.decided[node] = _Decided(read, value if out is None else out, rule, self.digits.get(node, why), site)
 
     def widen_unless_read_low(self) -> None:
         """Let ops that commute with rounding be FP32 where an input is, unless all their readers are low."""
@@ -355,7 +347,9 @@ def _annotate(walk: CutWalk, dtype: Callable[[int | None], torch.dtype | None]) 
         if site is not None and read is not None and not walk.variables.is_pinned(read):
             why = f"{why}; {_reason(walk, site, reads, dtype)}"
         annotations.precision = precision_of(node, rule, why, reads, dtype(out))
-        del annotations.root_dtype
+        del annotations.root_dtype, annotations.names_fp32
+    for node in walk.digits:
+        notes(node).names_fp32 = True
     for node in walk.roots:
         lives = dtype(walk.variables.value[node])
         if lives is not notes(node).precision.output:

@@ -12,7 +12,8 @@ What a module returns is pinned as well where a saturated value is all that it h
 is cast to FP32 anyway. So is what is written into other memory, or goes into another body or comes out of one. A
 softmax that weighs values (attention) or a sigmoid that gates them reaches no pole: a matrix product ends the search,
 and so does a weight, or another low value, that goes in. A constant that is made like a low value (``ones_like(%h)``)
-is none of these: it reads no values, and is FP32 where it meets what is pinned.
+is none of these: it reads no values, and is FP32 where it meets what is pinned. A cast that rounds nothing in the
+original program (``%p.to(%h.dtype)``) hands on, and so is written as FP32.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from typing import Final
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.passes.graph.annotations import Rule, arg_nodes, argument, notes
-from fxprec.passes.ops.names import cast_target
+from fxprec.passes.graph.annotations import UNKNOWN, Rule, arg_nodes, argument, notes
 from fxprec.passes.ops.rule import OpRule
 from fxprec.passes.ops.table import facts_at
 from fxprec.passes.placement.sites import base_of, carries_float
@@ -92,7 +92,7 @@ def _written(node: Node, constants: set[Node]) -> Iterator[Node]:
 def _hands_on(node: Node, row: OpRule) -> bool:
     """Return whether what goes in comes out, in steps that lose no more than rounding."""
     if notes(node).op.name == "to":
-        return cast_target(node) in (None, torch.float32, torch.float64)
+        return notes(node).dtype in (UNKNOWN, torch.float32, torch.float64)  # which it has in the original program
     return row.rule in (Rule.FOLLOW, Rule.PROMOTE) or row.accumulates or (row.squares == "power" and not _is_pole(node))
 
 
@@ -127,9 +127,10 @@ def _is_pole(node: Node) -> bool:
 
 
 def _floats(node: Node) -> Iterator[Node]:
-    """Yield the floats whose values an op reads: no example of a shape and a dtype."""
-    example = facts_at(node).example
+    """Yield the floats whose values an op reads: no example of a shape or a dtype."""
+    row = facts_at(node)
     for port, source in arg_nodes(node):
         dtype = notes(source).dtype
-        if (carries_float(dtype) or dtype is torch.float64) and not (example and port in (0, "input", "self")):
+        example = port != 0 if notes(node).op.name == "to" else row.example and port in (0, "input", "self")
+        if (carries_float(dtype) or dtype is torch.float64) and not example:
             yield source

@@ -62,6 +62,11 @@ class Site:
         """Return whether an eager kernel reads and writes low, and computes in FP32 inside."""
         return self.dtype is None and context.native_mixed and context.device in self.facts.mixed
 
+    def adds_up_low(self, context: Context) -> bool:
+        """Whether the kernel's backward would add up in low; of activations only where autocast's would not."""
+        free = self.rule in (Rule.FOLLOW, Rule.PROMOTE) and context.device in self.facts.adds_up
+        return free and (not self.facts.exact or notes(self.base).kind == "parameter")
+
     def accumulates_wide(self, context: Context, asked: torch.dtype | None) -> bool:
         """Return whether the kernel takes a dtype to compute in, ours or the user's, so that it may read low."""
         if self.dtype is not None or not context.native_mixed:

@@ -107,7 +107,7 @@ class GraphWalk:
     def source(self, node: Node, why: str) -> None:
         """A value that comes from outside, or from where we don't look."""
         if carries_float(notes(node).dtype):
-            self.assign_dtype(node, assumed_original(notes(node).dtype), source=True)
+            self.assign_dtype(node, assumed_original(notes(node).dtype), source=not notes(node).handed_over)
         self.decide(node, Rule.KEEP, why)
 
     def output(self, node: Node, returns: Rule) -> None:
@@ -179,10 +179,8 @@ class GraphWalk:
     def _user_cast(self, site: Site, floats: bool) -> None:
         """Obeyed; what goes in may have any dtype."""
         node, target, reference = site.node, cast_target(site.node), dtype_reference(site.node)
-        if floats and target in CASTABLE:
-            self.assign_dtype(node, target)
-        elif floats and reference is not None and self.has(reference):
-            self.assign_dtype_of(node, reference)
+        if floats and (target in CASTABLE or (reference is not None and self.has(reference))):
+            self.assign_named_dtype(site, target or assumed_original(notes(node).dtype))
         elif floats and self.has(site.base):  # to a device
             self.share_dtype(node, site.base)
         elif floats:

@@ -28,6 +28,7 @@ from fxprec.capture.dynamo.place import place
 from fxprec.capture.dynamo.strict import strict
 from fxprec.capture.locks import CAPTURING
 from fxprec.kernels.launch.observers import ANY_MODE, SCRIPT, TRANSFORM, tracing_mode, watcher
+from fxprec.passes.graph.annotations import notes
 from fxprec.torch_internals import (
     FrameAction,
     disabled_for_dynamo,
@@ -163,6 +164,9 @@ class _Backend:
         self._tables += tables_of_weights(gm)
         broken = getattr(gm, "compile_subgraph_reason", None)
         part = self.within
+        if part:
+            for placeholder in gm.graph.find_nodes(op="placeholder"):
+                notes(placeholder).handed_over = True
         if broken is not None and broken.graph_break:
             stack = [frame for frame in broken.user_stack if not frame.filename.startswith(_OWN)]
             where = stack[-1] if stack else None

@@ -212,7 +212,7 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
          writes=Writes((1, "weight"), (3, "max_norm", False))),
     rows(Rule.PROMOTE, "its kernel wants weight and per-sample weights in one dtype", "embedding_bag",
          writes=Writes((1, "weight"), (4, "max_norm", False))),
-    facts("embedding embedding_bag", places=(0, 2, "input", "offsets")),
+    facts("embedding embedding_bag", adds_up=frozenset({"cpu"}), places=(0, 2, "input", "offsets")),
     rows(Rule.KEEP, "rescales the weight itself", "embedding_renorm", result="first"),
     rows(Rule.KEEP, "integers", "one_hot", result="int64"),
     rows(Rule.PROMOTE, "its kernel wants one dtype: the widest wins, as under autocast", "bilinear"),

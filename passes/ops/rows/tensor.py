@@ -61,6 +61,7 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("clone pin_memory lift_fresh", same=True),
     facts("clone flip fliplr flipud roll rot90 repeat tile repeat_interleave tril triu diag diag_embed narrow_copy "
           "gather index_select take take_along_dim masked_select index", exact=True),
+    facts("take index", adds_up=frozenset({"cpu"})),
     facts("gather index_select", indices=(2, "index")),
     facts("scatter scatter_add scatter_reduce index_add index_copy index_reduce", places=(2, "index")),
     facts("index_put setitem put", places=(1, "indices", "index")),

@@ -93,6 +93,11 @@ POLES = {
     "clamped": lambda h, y: F.binary_cross_entropy(torch.sigmoid(h).clamp(1e-7, 1 - 1e-7), y),
     "inverted": lambda h, y: F.binary_cross_entropy(1 - torch.sigmoid(h), 1 - y),
     "outside of autocast": without_autocast,
+    "to(h.dtype)": lambda h, y: -torch.log(1 - h.sigmoid().to(h.dtype)).mean(),
+    "type_as": lambda h, y: -torch.log(1 - h.sigmoid().type_as(h)).mean(),
+    "to(h)": lambda h, y: -torch.log(1 - h.sigmoid().to(h)).mean(),
+    "softmax(dtype=h.dtype)": lambda h, y: -torch.log(1 - (h / 2).softmax(-1, dtype=h.dtype)).mean(),
+    "mean(dtype=h.dtype)": lambda h, y: torch.log(1 - h.abs().sigmoid().mean(0, dtype=h.dtype)).mean(),
     "Categorical": lambda h, y: Categorical(probs=both(h[:, 0].sigmoid())).log_prob(torch.ones(2)).mean(),
     "Categorical(softmax)": lambda h, y: Categorical(probs=h.softmax(-1)).log_prob(torch.ones(2)).mean(),
     "Bernoulli": lambda h, y: Bernoulli(h.sigmoid()).log_prob(y).mean(),
@@ -127,8 +132,8 @@ def check(loss, settings, function, x=X, y=Y, tolerance=0.02):
     ("spelling", "settings"),
     [
         *((each, {}) for each in POLES),
-        *((each, {"capture": "dynamo"}) for each in ("log", "a power", "clamped")),
-        *((each, {"example_inputs": True, "level": "O2"}) for each in ("log", "odds", "focal", "in place")),
+        *((each, {"capture": "dynamo"}) for each in ("log", "a power", "clamped", "to(h.dtype)", "to(h)")),
+        *((each, {"example_inputs": True, "level": "O2"}) for each in ("log", "odds", "focal", "in place", "type_as")),
         *((each, {"dtype": FP16, "scaler": False}) for each in ("log", "squared", "Bernoulli")),
     ],
     ids=str,
@@ -146,6 +151,37 @@ def test_the_loss_of_returned_probabilities(spelling, settings):
         return F.binary_cross_entropy(p, Y.to(p.dtype))
 
     check(loss, settings, RETURNED[spelling])
+
+
+def over_a_break(h, y):
+    p = (h / 2).softmax(-1)
+    torch._dynamo.graph_break()
+    return -torch.log(1 - p).mean()
+
+
+class Sigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(y := torch.sigmoid(x))
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g * y * (1 - y)
+
+
+@pytest.mark.parametrize(
+    ("function", "settings"),
+    [
+        (over_a_break, {}),
+        (over_a_break, {"placement": "autocast"}),
+        (lambda h, y: -torch.log(1 - Sigmoid.apply(h)).mean(), {}),
+    ],
+    ids=["a break", "a break, as autocast", "a Function"],
+)
+def test_a_piece_rounds_nothing_that_an_earlier_one_hands_over(function, settings):
+    check(lambda loss: loss, {"level": "O2", "capture": "dynamo", **settings}, function)
 
 
 def written_like(h):
