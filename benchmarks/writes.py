@@ -96,11 +96,11 @@ def of_a_forward(weights: int, rounds: int, device: str = "cpu") -> tuple[float,
     with torch.no_grad():
         shadows.begin()
         shadows.read(parameters)
-        [(key, plan)] = shadows._plans.items()
+        [(key, plan)] = shadows._cached_reads.items()
         plans = replace(plan, looks=()), plan
         times: tuple[list[float], list[float]] = [], []
         for turn in range(2 * rounds):
-            shadows._plans[key] = plans[turn % 2]
+            shadows._cached_reads[key] = plans[turn % 2]
             started = time.perf_counter()
             shadows.begin()
             shadows.read(parameters)

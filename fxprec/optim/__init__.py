@@ -1,4 +1,4 @@
-"""Optimizers that unscale, check, clip, update and write the shadows in one pass: torch's, with less traffic."""
+"""Optimizers with torch's interface that unscale, check, clip, update and write the shadows in one pass."""
 
 from fxprec.optim.adam import Adam, AdamW
 from fxprec.optim.sgd import SGD

@@ -1,4 +1,4 @@
-"""Adam and AdamW in one pass."""
+"""Defines the optimizers Adam and AdamW in one pass over gradients, parameters, moments and shadows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fxprec.optim.one_pass import OnePass
-from fxprec.optim.parts import Step, parts_of
+from fxprec.optim.parts import StepInputs, parts_of
 from fxprec.optim.rounding import SEED, Rounding, checked_seed, is_low
 from fxprec.optim.triton_update import adam_launch
 
@@ -20,9 +20,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 class Adam(OnePass, torch.optim.Adam):
-    """``torch.optim.Adam``: the same hyper-parameters, groups, state names and checkpoints, with less traffic.
+    """Adam with the hyper-parameters, groups, state names and checkpoints of ``torch.optim.Adam``, and less traffic.
 
-    A read of the gradients to check them, and one pass that updates; see ``docs/training.md``.
+    A step reads the gradients once to check them, and updates in one pass; see ``docs/training.md``.
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, capturable, decoupled_weight_decay: as torch's.
@@ -100,7 +100,7 @@ class Adam(OnePass, torch.optim.Adam):
         group: dict[str, Any],
         owners: list[Tensor],
         gradients: list[Tensor],
-        step: Step,
+        step: StepInputs,
     ) -> None:
         states = [self.state[owner] for owner in owners]
         for owner, state in zip(owners, states, strict=True):
@@ -132,14 +132,14 @@ class Adam(OnePass, torch.optim.Adam):
         return owner.dtype if self._rounding is None else self._rounding.dtype
 
     def _begin(self, owner: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
-        """Zero moments, as torch's fused implementation makes them."""
+        """Initialize the state of a parameter with zero moments, as torch's fused implementation does."""
         dtype = self._state_dtype(owner, group)
         state["step"] = torch.zeros((), dtype=torch.float32, device=owner.device)
         for name in _MOMENTS[: 3 if group["amsgrad"] else 2]:
             state[name] = torch.zeros_like(owner, dtype=dtype, memory_format=torch.preserve_format)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """A state of ours or of torch's, whatever its implementation and dtype."""
+        """Load a state of this optimizer or of torch's, of any of its implementations and dtypes."""
         super().load_state_dict(dict(state_dict))
         self._keep_seed()
         for group in self.param_groups:
@@ -147,18 +147,18 @@ class Adam(OnePass, torch.optim.Adam):
             for owner in group["params"]:
                 state = self.state.get(owner)
                 if state:
-                    # A copy: of what is not saved in between, both optimizers would count in one tensor.
+                    # A copy: if the state was not saved in between, both optimizers would count in one tensor.
                     step = torch.zeros_like(state["step"], dtype=torch.float32, device=owner.device)
-                    state["step"] = step.copy_(state["step"]).view(())  # old ones have one dimension
+                    state["step"] = step.copy_(state["step"]).view(())  # old checkpoints have one dimension
                     for name in _MOMENTS:
                         if name in state:
-                            # In the parameter's memory order, which the kernels go by.
+                            # In the parameter's memory order, which the kernels rely on.
                             like = torch.zeros_like(owner, dtype=self._state_dtype(owner, group))
                             state[name] = like.copy_(state[name])
 
 
 class AdamW(Adam, torch.optim.AdamW):
-    """``torch.optim.AdamW`` in one pass; see ``fxprec.optim.Adam`` for the arguments that it adds.
+    """AdamW of torch in one pass; see ``fxprec.optim.Adam`` for the arguments that it adds.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019.
     """

@@ -1,12 +1,12 @@
-"""One loop over all elements of an optimizer's parameters, in C++: the update of Adam or SGD, and the shadows'.
+"""Compiles the C++ loop that updates an optimizer's parameters by Adam or SGD and writes their shadows.
 
 ``kernels/cpu/update.cpp``: gradients of any float dtype are read, each tensor once, and the new values are written
 twice::
 
     load gradient, parameter, moments -> update in FP32 registers -> store parameter, moments, shadow
 
-Hyper-parameters are numbers that it reads, so a process wants one library for each set of dtypes and kind of update. It
-is compiled in a third of a second when a step first needs it, and kept on disk.
+The loop reads hyper-parameters as numbers, so a process needs one library for each set of dtypes and kind of update. It
+is compiled in a third of a second when a step first needs it, and stays on disk.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from fxprec.kernels.torch_internals import FakeTensor, is_traceable_wrapper_subc
 #: Elements that a thread takes at a time.
 _CHUNK: Final = 1 << 14
 _TYPES: Final = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "_Float16"}
-#: In the order of the source's structure.
+#: Names of the tensors, in the order of the source's struct.
 _NAMES: Final = ("params", "grads", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "shadow", "scalars")
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """What one compiled loop computes.
+    """Kind and dtypes of a compiled update.
 
     Attributes:
         kind: Adam's update or SGD's.
         l2: the weight decay is added to the gradient; else a parameter is multiplied (which SGD never does).
-        nesterov: of SGD.
+        nesterov: Nesterov momentum of SGD.
         gradient, shadow: their dtypes; None: no shadow.
-        amsgrad, momentum: of Adam, of SGD: whether there is such a state.
+        amsgrad, momentum: Adam has the state ``max_exp_avg_sq``, SGD has a momentum buffer.
     """
 
     kind: Literal["adam", "sgd"]
@@ -55,7 +55,7 @@ class Loop:
 
     @property
     def macros(self) -> tuple[str, ...]:
-        """Of the source."""
+        """Macro definitions of the C++ source."""
         flags = {
             "ADAM": self.kind == "adam", "L2": self.l2, "AMSGRAD": self.amsgrad, "MOMENTUM": self.momentum,
             "NESTEROV": self.nesterov,
@@ -64,14 +64,14 @@ class Loop:
         return *(f"{name}={flag:d}" for name, flag in flags.items()), *types, f"CHUNK={_CHUNK}"
 
 
-#: The tensors of all parameters, by the names of ``_NAMES``: of each parameter they have one length and one order of
-#: memory. "scalars" are FP32, Adam's (scale, decay, 1 - beta1, beta2, 1 - beta2, correction, eps, size) or SGD's
+#: The tensors of all parameters, by the names of ``_NAMES``: those of one parameter have one size and memory order.
+#: "scalars" are FP32, Adam's (scale, decay, 1 - beta1, beta2, 1 - beta2, correction, eps, size) or SGD's
 #: (scale, decay, momentum, share, rate).
 Lists = Mapping[str, Sequence[Tensor]]
 
 
 def check_compiler() -> None:
-    """Before any step.
+    """Raise before any step if loops cannot be compiled.
 
     Raises:
         RuntimeError: there is no C++ compiler.
@@ -85,7 +85,7 @@ def check_compiler() -> None:
 
 @functools.cache
 def compiled(loop: Loop) -> Callable[[Lists], None]:
-    """The loop for any parameters on the CPU, with torch's number of threads.
+    """Return the compiled loop as a function of the lists of any parameters, run with torch's number of threads.
 
     Raises:
         RuntimeError: it could not be compiled.
@@ -105,12 +105,13 @@ def _run(function: Callable[..., None], lists: Lists) -> None:
     sizes = [*map(Tensor.numel, lists["params"])]
     before = accumulate((-(-size // _CHUNK) for size in sizes), initial=0)
     addresses = [map(Tensor.data_ptr, lists[name]) if name in lists else repeat(0) for name in _NAMES]
-    numbers = [*chain.from_iterable(zip(*addresses, sizes, before, strict=False))]  # of no parameter more than sizes
+    # ``before`` has one number more: ``sizes`` ends the zip.
+    numbers = [*chain.from_iterable(zip(*addresses, sizes, before, strict=False))]
     function((ctypes.c_int64 * len(numbers))(*numbers), len(sizes), torch.get_num_threads())
 
 
 def why_no_loop(param: Tensor, gradient: Tensor) -> str | None:
-    """Why torch's kernels update a parameter, local as its gradient is, though loops are asked for; None: one does."""
+    """Return why no compiled loop can update a local parameter with this gradient, or None."""
     if param.device.type != "cpu":
         return f"on {param.device.type}"
     if param.dtype is not torch.float32 or gradient.dtype not in FLOATS:

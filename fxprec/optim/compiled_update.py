@@ -1,4 +1,4 @@
-"""Updates on a CPU by compiled loops, in place of torch's fused kernels there.
+"""Updates parameters on a CPU by compiled loops, in place of torch's fused kernels.
 
 Those read gradients in the parameters' dtype and write no shadow, so low ones take a cast before and a copy after
 (``slices``). A compiled loop reads and writes every tensor once, 28 bytes a parameter with low gradients::
@@ -23,23 +23,23 @@ from torch import Tensor
 
 from fxprec.optim.compiled_loop import Loop, compiled
 from fxprec.optim.counters import Counters
-from fxprec.optim.parts import Part, Step, scalar
+from fxprec.optim.parts import StepInputs, UpdatePart, scalar
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.torch_update import in_one_order
 from fxprec.torch_internals import foreach_add_
 
 
 class CompiledUpdates:
-    """The updates of one optimizer, and what they keep from step to step."""
+    """Updates of one optimizer by compiled loops, with the counters cached from step to step."""
 
     def __init__(self) -> None:
         self._counters = Counters()
 
-    def adam(self, part: Part, group: Mapping[str, Any], step: Step) -> None:
-        """Adam or AdamW, in place; arguments as for ``TorchUpdates.adam``.
+    def adam(self, part: UpdatePart, group: Mapping[str, Any], step: StepInputs) -> None:
+        """Update by Adam or AdamW, in place; arguments as for ``TorchUpdates.adam``.
 
         Raises:
-            RuntimeError: as ``_launch``; of this part nothing has changed.
+            RuntimeError: as ``_launch``; nothing of this part has changed.
         """
         if step.found_inf is not None and step.found_inf.item():
             return
@@ -47,11 +47,12 @@ class CompiledUpdates:
         loop = partial(Loop, "adam", l2, False)
         with in_one_order(part.lists) as lists, _launch(lists, part.owners, step.copies, loop) as launch:
             foreach_add_(self._counters.of((id(group), *part.key), lists["step"]), 1)
+            # Counts are mostly equal, so their scalars are computed once for each distinct one.
             scalars = functools.cache(partial(_adam_scalars, group, _scale(group, step.divisor)))
             launch([scalars(count.item()) for count in lists["step"]])
 
-    def sgd(self, part: Part, group: Mapping[str, Any], step: Step, first: bool) -> None:
-        """SGD, in place; ``first``: the momentum buffers have no value yet. Otherwise as ``adam``."""
+    def sgd(self, part: UpdatePart, group: Mapping[str, Any], step: StepInputs, first: bool) -> None:
+        """Update by SGD, in place; ``first``: the momentum buffers have no value yet. Otherwise as ``adam``."""
         if step.found_inf is not None and step.found_inf.item():
             return
         scalars = _sgd_scalars(group, _scale(group, step.divisor), first)
@@ -82,8 +83,8 @@ def _sgd_scalars(group: Mapping[str, Any], scale: float, first: bool) -> Tensor:
 
 
 def _scale(group: Mapping[str, Any], divisor: Tensor | None) -> float:
-    """What gradients are multiplied by."""
-    scale = 1.0 if divisor is None else divisor.reciprocal().item()  # of 0 it is inf, as for torch's kernels
+    """Return the factor of the gradients: 1 / divisor, negative to maximize."""
+    scale = 1.0 if divisor is None else divisor.reciprocal().item()  # inf for 0, as in torch's kernels
     return -scale if group["maximize"] else scale
 
 
@@ -94,10 +95,12 @@ def _launch(
     copies: ShadowCopies,
     loop: Callable[..., Loop],
 ) -> Iterator[Callable[[Sequence[Tensor]], None]]:
-    """What updates all, and takes the scalars of each. All loops are compiled before the first runs.
+    """Yield a function that updates all parameters, given the scalars of each; then copy the remaining shadows.
+
+    All loops are compiled before the first runs, so that an error leaves every parameter unchanged.
 
     Raises:
-        RuntimeError: a loop cannot be compiled, or a state lies elsewhere or in another form: loops go by addresses.
+        RuntimeError: a loop cannot be compiled, or a state has another device, size or dtype: loops use raw addresses.
     """
     params = lists["params"]
     tensors: dict[str, Sequence[Any]] = {name: of_name for name, of_name in lists.items() if name != "step"}
@@ -114,6 +117,7 @@ def _launch(
             shadow if shadow is not None and shadow.is_cpu and shadow.stride() == param.stride() else None
             for shadow, param in zip(shadows, params, strict=True)
         ]
+    # One loop for each pair of dtypes of gradient and shadow.
     alike: dict[tuple[torch.dtype, torch.dtype | None], list[int]] = {}
     for i, (gradient, shadow) in enumerate(zip(tensors["grads"], tensors.get("shadow", repeat(None)), strict=False)):
         alike.setdefault((gradient.dtype, None if shadow is None else shadow.dtype), []).append(i)
@@ -137,7 +141,7 @@ _is_on_host, _dtype = operator.attrgetter("is_cpu"), operator.attrgetter("dtype"
 
 
 def _unfit(tensors: Mapping[str, Sequence[Tensor]], i: int) -> str:
-    """Which of a parameter's tensors is not on the CPU, of its size, and FP32 where it is a state; "" where all are."""
+    """Return a message if tensors of a parameter are not on the CPU, of its size or, states, in FP32; else ""."""
     own = {name: of_name[i] for name, of_name in tensors.items()}
     found = [f"{name} on {x.device}" for name, x in own.items() if not x.is_cpu]
     found += [f"{name} of {x.numel()} elements" for name, x in own.items() if x.numel() != own["params"].numel()]

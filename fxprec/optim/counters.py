@@ -1,7 +1,7 @@
-"""The step counters of an optimizer's states, in one piece of memory: one addition in place of one for each parameter.
+"""Moves the step counters of an optimizer's states into one tensor, so that one addition counts all of them.
 
-``state["step"]`` stays a 0-dim tensor of its own for each parameter, as torch's optimizers and checkpoints have it. On
-a CPU ``torch._foreach_add_`` takes 1 to 3 µs for each, which at small sizes is as much as the update itself::
+``state["step"]`` stays a 0-dim tensor for each parameter, as torch's optimizers and checkpoints expect. On a CPU
+``torch._foreach_add_`` takes 1 to 3 µs for each, which for small parameters is as much as the update itself::
 
     before   step, step, step        three allocations, three additions
     after    [step, step, step]      three views of one tensor, one addition
@@ -16,24 +16,24 @@ from torch import Tensor
 
 
 class Counters:
-    """Where the counters of one optimizer lie, as long as they lie there."""
+    """Cache of the tensors that hold the step counters of one optimizer."""
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, tuple[Tensor, list[int]]] = {}
 
     def __reduce__(self) -> tuple[type[Counters], tuple[()]]:
-        """Copies and pickles are empty: what is kept are addresses."""
+        """Return an empty cache for copies and pickles: it holds addresses."""
         return Counters, ()
 
     def of(self, key: Hashable, steps: list[Tensor]) -> list[Tensor]:
-        """What to add to in place of ``steps``: one tensor [number of steps] in whose memory all of them lie, in order.
+        """Return the tensors to add to in place of ``steps``: one [number of steps] that holds all of them, in order.
 
-        ``steps`` themselves where they are not to be moved: on other devices than a CPU, whose kernels take many at
-        once; in memory that is shared between processes; and a step that is there twice, which counts twice.
+        Return ``steps`` themselves if they must not be moved: on devices other than a CPU, whose kernels take many at
+        once; in memory shared between processes; and if one occurs twice, which counts twice.
 
         Args:
-            key: says whose they are: the next ones with the same key are taken to lie in the same place.
-            steps: 0-dim, of one dtype and device. They stay the same objects, and move where they lie elsewhere.
+            key: of the cache; the next steps with the same key mostly have the same addresses.
+            steps: 0-dim, of one dtype and device. They stay the same objects, and their memory moves once.
         """
         if steps[0].device.type != "cpu" or torch.compiler.is_compiling():
             return steps

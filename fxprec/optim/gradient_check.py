@@ -1,4 +1,4 @@
-"""One read of all gradients: whether they hold inf or nan, and their global norm."""
+"""Reads all gradients once, to flag inf and nan and to compute their global norm."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from fxprec.scaling.cuda_graphs import reading_waits
 from fxprec.scaling.gradients import dtensor_type, local, local_values, summed
 from fxprec.torch_internals import flatten_dense_tensors, foreach_norm
 
-#: As in ``torch.nn.utils.clip_grad_norm_``.
+#: The epsilon of ``torch.nn.utils.clip_grad_norm_``.
 _EPSILON = 1e-6
 
-#: Elements of a tensor that is cheaper to copy beside others than to look at by itself.
+#: Largest tensor that is cheaper to concatenate with others than to read by a call of its own.
 _SMALL = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class GradientCheck:
-    """What one read gave.
+    """Result of one read of all gradients.
 
     Attributes:
-        found_inf: device -> 0-dim FP32, above 0 where a gradient on it holds inf or nan.
-        norm: of all gradients, after the loss scale is taken out; 0-dim FP32; None: it was not asked for.
+        found_inf: device -> 0-dim FP32, above 0 if a gradient on it holds inf or nan.
+        norm: of all unscaled gradients, 0-dim FP32; None if it was not asked for.
     """
 
     found_inf: dict[torch.device, Tensor]
     norm: Tensor | None
 
     def divisor(self, max_norm: float, scale: Tensor | None) -> Tensor:
-        """What gradients are to be divided by, for a norm of at most ``max_norm`` after ``scale`` is taken out.
+        """Return the divisor of the gradients that unscales them and clips their norm to ``max_norm``.
 
         0-dim FP32: scale x max(1, (norm + 1e-6) / max_norm), as ``torch.nn.utils.clip_grad_norm_`` clips.
         """
@@ -52,8 +52,8 @@ class GradientCheck:
 def check(parameters: Iterable[Tensor], scale: Tensor | None, norm: bool, plans: Plans) -> GradientCheck:
     """Read the gradients of ``parameters`` once.
 
-    A replica of a DTensor counts once over all ranks, and so does a plain tensor beside DTensors, which is taken to be
-    the same everywhere.
+    A replica of a DTensor counts once over all ranks, and so does a plain tensor beside DTensors, which is assumed to
+    be the same on all ranks.
 
     Args:
         parameters: all of them: those without a gradient tell which ranks take part in the norm.
@@ -94,15 +94,15 @@ def check(parameters: Iterable[Tensor], scale: Tensor | None, norm: bool, plans:
             squares.append(square if share == 1 else square * share)
     if not norm:
         return GradientCheck(found, None)
-    home = squares[0].device if squares else torch.device("cpu") if scale is None else scale.device
-    total = torch.stack([s.to(home) for s in squares]).sum() if squares else torch.zeros((), device=home)
+    target = squares[0].device if squares else torch.device("cpu") if scale is None else scale.device
+    total = torch.stack([s.to(target) for s in squares]).sum() if squares else torch.zeros((), device=target)
     if ranks is not None:
         total = sum_over(total, ranks)
     return GradientCheck(found, total.sqrt())
 
 
 def _on_cpu(owners: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients, if all are plain tensors of one dtype on a CPU, where reading waits for nothing; else none."""
+    """Return the gradients if all are plain tensors of one dtype on a CPU, which is read without a sync; else []."""
     gradients = [gradient for owner in owners if (gradient := owner.grad) is not None]
     kinds = {(type(gradient), gradient.dtype, gradient.layout, gradient.device.type) for gradient in gradients}
     (kind, _, *where), *others = kinds or {(None, None)}
@@ -112,14 +112,14 @@ def _on_cpu(owners: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _flag_on_cpu(tensors: list[Tensor]) -> Tensor:
-    """As the flag of ``_read``: a sum takes half the time, and sums of what is finite hardly ever overflow."""
+    """Return the flag of ``_read`` by sums, in half the time; only if one is not finite, all are read again."""
     wide = None if tensors[0].dtype is torch.float64 else torch.float32
     sums = torch.stack([tensor.sum(dtype=wide) for tensor in _side_by_side(tensors)]).tolist()
     return torch.zeros(()) if all(map(math.isfinite, sums)) else _read(tensors, norm=False)[0]
 
 
 def _side_by_side(tensors: list[Tensor]) -> list[Tensor]:
-    """With small ones in one: the calls would cost more than a copy."""
+    """Concatenate the small tensors, whose calls would cost more than a copy."""
     small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
     if len(small) < 2:
         return tensors
@@ -127,16 +127,16 @@ def _side_by_side(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _read(tensors: list[Tensor], norm: bool, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """A flag for inf and nan, and the sum of squares in FP32, of tensors on one device and of one dtype.
+    """Return a flag for inf and nan, and the FP32 sum of squares, of tensors of one device and dtype.
 
-    ``scale`` is taken out of the squares.
+    The squares are those of the tensors divided by ``scale``.
     """
     device = tensors[0].device
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return torch.zeros((), device=device), torch.zeros((), device=device) if norm else None
     if not norm:
-        # The smallest and the largest: nan comes through as either, and no sum overflows.
+        # Extremes: a nan becomes both of them, and nothing overflows, as a sum may.
         extremes = [extreme for tensor in _side_by_side(tensors) for extreme in torch.aminmax(tensor)]
         return (~torch.isfinite(torch.stack(extremes)).all()).float(), None
     wide = None if tensors[0].dtype is torch.float64 else torch.float32
@@ -144,9 +144,9 @@ def _read(tensors: list[Tensor], norm: bool, scale: Tensor | None = None) -> tup
     reads = not reading_waits(device)
     if reads and bool(torch.isfinite(square)):
         return torch.zeros(()), square
-    flag, _ = _read(tensors, norm=False)  # squares of finite gradients overflow too
+    flag, _ = _read(tensors, norm=False)  # squares of finite gradients may overflow
     if reads and scale is not None and not flag:
-        square = _squares(tensors, torch.float64, scale)  # not so after the scale is taken out, perhaps
+        square = _squares(tensors, torch.float64, scale)  # their unscaled squares may not
     return flag, square
 
 
@@ -156,7 +156,7 @@ def _squares(tensors: list[Tensor], wide: torch.dtype | None, scale: Tensor | No
 
 
 def _share(owner: Any, ranks: Any) -> float:
-    """The part of a gradient's squares that this rank adds to the sum over ``ranks``: 1 over its replicas."""
+    """Return the share of a gradient's squares that this rank adds to the sum over ``ranks``: 1 / replicas."""
     dtensor = dtensor_type()
     if not isinstance(owner, dtensor):
         return 1 / ranks.size()

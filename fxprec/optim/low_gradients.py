@@ -1,7 +1,7 @@
-"""An optimizer's wish for low gradients: its parameters are marked.
+"""Marks the parameters of an optimizer that wants low gradients, and unmarks them if another optimizer steps.
 
-The shadow stores of converted models, which make the edge from a parameter to its shadow, see to it. Weights that no
-graph lowers keep FP32 gradients. Where another optimizer takes the parameters over, its gradients are FP32 again.
+The shadow stores of converted models, which make the edge from a parameter to its shadow, read the marks. Weights that
+no graph lowers keep FP32 gradients.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fxprec.shadows.low_gradients import Wishes, widened
 
 
 def checked_low_gradients(argument: Any) -> str | None:
-    """None: gradients stay FP32; "step": low, unless they are accumulated; "accumulate": low then too.
+    """Return the argument as None (FP32 gradients), "step" (low unless accumulated) or "accumulate" (low then too).
 
     Raises:
-        ValueError: another argument than False, True or "accumulate". RuntimeError: torch cannot.
+        ValueError: another argument than False, True or "accumulate". RuntimeError: torch has no ``grad_dtype``.
     """
     if argument is False or argument is None:
         return None
@@ -38,10 +38,12 @@ def checked_low_gradients(argument: Any) -> str | None:
 
 
 def ask_for_low_gradients(parameters: Iterable[Tensor], how: str) -> Wishes:
-    """From the next forward on, for those of ``parameters`` that have a shadow then. The optimizer keeps the result.
+    """Mark parameters for low gradients, from the next forward on that gives them a shadow.
+
+    The marks count for as long as the optimizer holds the result.
 
     Raises:
-        ValueError: DTensors, which have none.
+        ValueError: DTensors, which have no persistent shadow.
     """
     parameters = [*parameters]
     dtensor = dtensor_type()
@@ -58,7 +60,7 @@ def ask_for_low_gradients(parameters: Iterable[Tensor], how: str) -> Wishes:
 
 
 def end_low_gradients(parameters: Iterable[Tensor]) -> int:
-    """FP32 gradients for all of them, those that are there too, whoever asked for low ones; how many had asked."""
+    """Unmark parameters, whoever marked them, and cast their gradients to FP32; return how many were marked."""
     changed = widened(parameters, how=("step", "accumulate"))
     for store in stores() if changed else ():
         store.forget(changed)
@@ -67,7 +69,10 @@ def end_low_gradients(parameters: Iterable[Tensor]) -> int:
 
 @functools.cache
 def _watch_other_optimizers() -> None:
-    """Before their steps; torch's would fail on a low gradient, half-way through their parameters."""
+    """Register a hook before the steps of all optimizers that widens low gradients for other ones.
+
+    torch's optimizers would fail on a low gradient half-way through their parameters.
+    """
 
     def about_to_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         if getattr(optimizer, "writes_shadows", False):

@@ -1,4 +1,4 @@
-"""What the optimizers share: a step that unscales, checks, clips, updates and writes the shadows.
+"""Defines the step that the optimizers share: unscale, check, clip, update and write the shadows in one pass.
 
     scaler.unscale_      g read and written        8 bytes a parameter
     inf check            with it
@@ -6,7 +6,7 @@
     AdamW(fused=True)    g p m v read, p m v written 28
     shadows              p read, shadow written    6
 
-becomes one read of g (for the check, and the norm if there is a ``max_norm``) and the update, whose kernel divides g by
+become one read of g (for the check, and the norm if there is a ``max_norm``) and the update, whose kernel divides g by
 the loss scale and by the clipping factor as it reads it, and writes the shadow beside p.
 """
 
@@ -27,7 +27,7 @@ from fxprec.optim.compiled_loop import check_compiler, why_no_loop
 from fxprec.optim.compiled_update import CompiledUpdates
 from fxprec.optim.gradient_check import GradientCheck, check
 from fxprec.optim.low_gradients import ask_for_low_gradients, checked_low_gradients, end_low_gradients
-from fxprec.optim.parts import Step, why_not
+from fxprec.optim.parts import StepInputs, why_not
 from fxprec.optim.rounding import COUNT, SEED, ParameterRounding, is_low
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.torch_update import TorchUpdates
@@ -36,7 +36,7 @@ from fxprec.scaling.cuda_graphs import reading_waits
 from fxprec.scaling.device_step import makes_state
 from fxprec.scaling.gradients import local, parameters_of, summed
 
-#: Arguments of a whole optimizer, which torch would keep in a group without a word.
+#: Arguments of a whole optimizer, which torch would silently keep in a group.
 _OF_ALL_GROUPS = ("max_norm", "state_dtype", "seed", "low_gradients", "compiled", "stochastic_rounding")
 
 _is_sparse = attrgetter("is_sparse")
@@ -48,7 +48,7 @@ def _refuse_own_options(group: dict[str, Any]) -> None:
 
 
 class OnePass(Optimizer):
-    """Mixed in before a torch optimizer, whose constructor, states and groups it keeps.
+    """Mixin before a torch optimizer, whose constructor, states and groups it keeps.
 
     ``LossScaler.step`` sets ``grad_scale``, ``found_inf`` and ``gradient_check``; without them a step is a plain one.
     Gradients may be left as they were: scaled, and not clipped.
@@ -76,7 +76,7 @@ class OnePass(Optimizer):
         compiled: bool,
         stochastic_rounding: bool,
     ) -> None:
-        """After the constructor of the torch optimizer, which was told ``fused=True``."""
+        """Check and store the added arguments, after the torch optimizer's constructor with ``fused=True``."""
         if foreach or fused is False or differentiable:
             name = type(self).__name__
             raise ValueError(
@@ -100,11 +100,11 @@ class OnePass(Optimizer):
         self._low_gradients = checked_low_gradients(low_gradients)
         if self._low_gradients:
             self._wishes = [ask_for_low_gradients(parameters_of(self), self._low_gradients)]
-        else:  # the last optimizer of a parameter decides
+        else:  # the newest optimizer of a parameter decides
             end_low_gradients(parameters_of(self))
 
     def implementations(self) -> dict[str, int]:
-        """Which kernels a step takes, and for how many parameters: ours, a compiled loop, or torch's and why."""
+        """Return how many parameters each kind of kernel updates: ours, a compiled loop, or torch's with the reason."""
         found: Counter[str] = Counter()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -121,12 +121,15 @@ class OnePass(Optimizer):
     def check_gradients(self, scale: Tensor | None) -> GradientCheck:
         """Read every gradient once: flags for inf and nan, and the norm if ``step`` will clip.
 
-        The scaler calls it before ``step``, and hands the result on as ``gradient_check``. ``scale``: the gradients'.
+        The scaler calls it before ``step``, and passes the result on as ``gradient_check``.
+
+        Args:
+            scale: the loss scale of the gradients, 0-dim FP32, or None.
         """
         return check(parameters_of(self), scale, self.max_norm is not None, self._plans)
 
     def __getstate__(self) -> dict[str, Any]:
-        """torch's pickles leave out what is neither state nor group."""
+        """Return torch's state with the added attributes, which torch's pickles leave out."""
         kept = (
             "max_norm",
             "compiled",
@@ -141,13 +144,13 @@ class OnePass(Optimizer):
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept if name in self.__dict__}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy or a pickle; and of ``load_state_dict``, whose state has no say in low gradients."""
+        """Restore a copy or a pickle; from ``load_state_dict`` no low gradients are asked for."""
         super().__setstate__(state)
         if asked := state.get("_low_gradients"):
             self._wishes = [ask_for_low_gradients(parameters_of(self), asked)]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; low gradients for these parameters too."""
+        """Add a group as torch does, and ask for low gradients of its parameters if the optimizer wants them."""
         _refuse_own_options(param_group)
         super().add_param_group(param_group)
         try:
@@ -160,7 +163,11 @@ class OnePass(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update. With a closure (and no scaler) as torch's: it is evaluated first, and its result returned."""
+        """Update the parameters once.
+
+        Args:
+            closure: evaluated first, as by torch's optimizers, without a scaler; its result is returned.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -168,7 +175,8 @@ class OnePass(Optimizer):
         scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         checked: GradientCheck | None = getattr(self, "gradient_check", None)
-        # No state for a skipped step: the first one waits for the device. (Our scaler knows by then, torch's does not.)
+        # A skipped first step must not create state, so it syncs with the device. (Our scaler has read the flag by
+        # then, torch's has not.)
         if found_inf is not None and (not reading_waits(found_inf.device) or makes_state(self)) and found_inf.item():
             return loss
         divisor = scale
@@ -183,31 +191,31 @@ class OnePass(Optimizer):
                 "fxprec.optim.SGD for these parameters"
             )
         with ShadowCopies(chain.from_iterable(owners for _, owners, _ in work)) as copies:
-            step = Step(divisor, found_inf, copies)
+            step = StepInputs(divisor, found_inf, copies)
             for group, owners, gradients in work:
                 if owners:
                     self._update(group, owners, gradients, step)
         return loss
 
     def _rounding_of(self, group: dict[str, Any]) -> ParameterRounding | None:
-        """How this step rounds the low parameters of a group; None: to nearest."""
+        """Return the rounding of a group's low parameters in this step and count it; None: to nearest."""
         if not self.stochastic_rounding:
             return None
         group[COUNT] += 1
         return ParameterRounding(group[SEED], group[COUNT], self._places())
 
     def _places(self) -> dict[int, int]:
-        """id of each parameter -> its number in the optimizer."""
+        """Return the number of each parameter in the optimizer, by its id."""
         return {id(parameter): i for i, parameter in enumerate(parameters_of(self))}
 
     def _keep_rounding(self, seed: int | None) -> None:
-        """Keep seed and count of a rounding in the groups; None: there is none.
+        """Store seed and count of a rounding in the groups; None: remove them.
 
         Every kind of checkpoint carries groups (``torch.distributed.checkpoint`` drops other keys).
         """
         kept = {} if seed is None else {SEED: seed}
         kept |= {COUNT: 0} if self.stochastic_rounding else {}
-        self.defaults |= kept  # also of groups added later
+        self.defaults |= kept  # for groups added later
         for group in self.param_groups:
             for key in (SEED, COUNT):
                 if key in kept:
@@ -216,7 +224,7 @@ class OnePass(Optimizer):
                     group.pop(key, None)
 
     def _state_dtype(self, owner: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:
-        """Of the states that a parameter of the group has beside "step"; None: it has none."""
+        """Return the dtype of a parameter's states beside "step"; None if it has none."""
         raise NotImplementedError
 
     def _update(
@@ -224,14 +232,14 @@ class OnePass(Optimizer):
         group: dict[str, Any],
         owners: list[Tensor],
         gradients: list[Tensor],
-        step: Step,
+        step: StepInputs,
     ) -> None:
-        """The update of the parameters of one group that have gradients."""
+        """Update the parameters of one group that have gradients."""
         raise NotImplementedError
 
 
 def _with_gradients(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Those that have a gradient, and their gradients; partial ones are summed."""
+    """Return the parameters with a gradient, and their gradients; partial ones (of DTensors) are summed before."""
     gradients = [parameter.grad for parameter in parameters]
     if {*map(type, gradients)} == {Tensor}:
         return [*parameters], cast(list[Tensor], gradients)
@@ -243,7 +251,7 @@ def _with_gradients(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor
 
 
 def refuse_complex(parameters: Iterable[Tensor], name: str) -> None:
-    """Raises TypeError: no fused kernel takes them, and a step that failed half-way would have changed others."""
+    """Raise TypeError for complex parameters: no fused kernel takes them, and a step would fail half-way."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.is_complex():
             raise TypeError(

@@ -1,4 +1,4 @@
-"""What one step updates: the tensors of a group, split for launches that take one device and dtype of everything."""
+"""Splits the tensors of a parameter group into parts of one device, dtypes and kernel, which update them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _place = operator.attrgetter("device", "dtype")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Lists in one order, of local tensors.
+class UpdatePart:
+    """Part of a parameter group that one kernel updates: lists of local tensors in one order.
 
     Attributes:
         lists: "params", "grads", and the states by their names.
         owners: the parameters themselves (DTensors where they are).
-        kernel: what updates it: our Triton kernels, a compiled loop, or torch's fused kernels.
+        kernel: that updates it: our Triton kernels, a compiled loop, or torch's fused kernels.
     """
 
     lists: dict[str, list[Tensor]]
@@ -41,19 +41,21 @@ class Part:
 
     @property
     def device(self) -> torch.device:
+        """Device of all tensors but, maybe, the step counts."""
         return self.lists["params"][0].device
 
     @property
     def key(self) -> tuple[torch.device, torch.dtype, torch.dtype]:
+        """Device and dtypes of parameters and gradients, by which launches are cached."""
         return self.device, self.lists["params"][0].dtype, self.lists["grads"][0].dtype
 
 
-class Step(NamedTuple):
-    """What the updates of one step are told.
+class StepInputs(NamedTuple):
+    """Inputs of one optimizer step that all of its updates share.
 
     Attributes:
         divisor: gradients are divided by it; 0-dim FP32, or None.
-        found_inf: above 0: nothing is to change; 0-dim FP32, or None.
+        found_inf: if above 0 nothing is updated; 0-dim FP32, or None.
         copies: the shadows to write.
     """
 
@@ -61,15 +63,18 @@ class Step(NamedTuple):
     found_inf: Tensor | None
     copies: ShadowCopies
 
-    def on(self, device: torch.device) -> Step:
-        """With its tensors there; without waiting, but on the host, which would read them too early."""
+    def on(self, device: torch.device) -> StepInputs:
+        """Return these inputs with their tensors on a device.
+
+        The copies do not block, except to the CPU, which would read them too early.
+        """
         waits = device.type == "cpu"
         there = [None if each is None else each.to(device, non_blocking=not waits) for each in self[:2]]
         return self._replace(divisor=there[0], found_inf=there[1])
 
 
 def why_not(param: Tensor, gradient: Tensor, state: torch.dtype | None = None, stochastic: bool = False) -> str | None:
-    """Why torch's kernels take a parameter instead of ours; None: ours do. ``stochastic``: low ones are rounded so."""
+    """Return why torch's kernels update a parameter, or None: ours do. ``stochastic``: low ones are rounded so."""
     if not HAS_TRITON:
         return "Triton is not installed"
     if param.device.type != "cuda" and not interpreting():
@@ -86,12 +91,12 @@ def why_not(param: Tensor, gradient: Tensor, state: torch.dtype | None = None, s
 
 
 def scalar(value: Any) -> Any:
-    """The number of a hyper-parameter that may be a tensor of one element."""
+    """Return the number of a hyper-parameter that may be a tensor of one element."""
     return value.item() if isinstance(value, Tensor) else value
 
 
-def parts_of(lists: dict[str, list[Tensor]], compiled: bool = False, stochastic: bool = False) -> Iterator[Part]:
-    """Split ``lists``, which hold "params" and "grads".
+def parts_of(lists: dict[str, list[Tensor]], compiled: bool = False, stochastic: bool = False) -> Iterator[UpdatePart]:
+    """Split ``lists``, which hold "params" and "grads", by device, dtypes and kernel.
 
     Args:
         lists: in one order.
@@ -99,14 +104,14 @@ def parts_of(lists: dict[str, list[Tensor]], compiled: bool = False, stochastic:
         stochastic: low parameters are to be rounded stochastically.
     """
     owners = lists["params"]
-    plain = _PLAIN.issuperset(map(type, owners))  # with them their gradients and states; else there are DTensors
+    plain = _PLAIN.issuperset(map(type, owners))  # then gradients and states are plain, too; others are DTensors
     held = lists if plain else {name: [*map(local, tensors)] for name, tensors in lists.items()}
     split = _split(held, compiled and not torch.compiler.is_compiling(), stochastic)
     for (*_, kernel), chosen in split.items():
         whole = len(split) == 1
         part = held if whole else _taken(held, chosen)
         part_owners = owners if whole else [owners[i] for i in chosen]
-        yield Part(part, part_owners, kernel)
+        yield UpdatePart(part, part_owners, kernel)
 
 
 def _taken(lists: dict[str, list[Tensor]], chosen: Sequence[int]) -> dict[str, list[Tensor]]:
@@ -116,12 +121,12 @@ def _taken(lists: dict[str, list[Tensor]], chosen: Sequence[int]) -> dict[str, l
 def _split(
     lists: dict[str, list[Tensor]], compiled: bool, stochastic: bool
 ) -> Mapping[tuple[torch.device, torch.dtype, torch.dtype | None, Kernel], Sequence[int]]:
-    """(device, dtype of the parameters, that of the gradients where our kernels run, what updates) -> positions."""
+    """Group positions by (device, parameters' dtype, gradients' dtype for our kernels, kernel)."""
     params, grads = lists["params"], lists["grads"]
     places = [*map(_place, params)]
     distinct = {*places}
     served = {device for device, _ in distinct if can_launch(device)}
-    if not served and not compiled and len(distinct) == 1:  # on a CPU, without a look at each
+    if not served and not compiled and len(distinct) == 1:  # the usual case on a CPU, without a check of each tensor
         return {(*places[0], None, "torch"): range(len(params))}
     states = next((tensors for name, tensors in lists.items() if name not in ("params", "grads", "step")), None)
     state_dtypes = [None] * len(params) if states is None else [*map(_dtype, states)]

@@ -1,4 +1,4 @@
-"""States, or low parameters and theirs, rounded stochastically: small updates survive on average.
+"""Rounds optimizer states and low parameters stochastically, so that small updates survive on average.
 
 Rounded to nearest, exp_avg_sq with beta2 = 0.999 would stop moving: bfloat16 has 8 bits. The random bits come from the
 seed, the step and the tensor, so there is no generator that a skipped step could advance, or a resumed run lose.
@@ -20,12 +20,12 @@ from fxprec.scaling.cuda_graphs import capturing
 SEED: Final = "rounding_seed"
 COUNT: Final = "rounding_count"
 _LOW: Final = (torch.bfloat16, torch.float16)
-#: Number of a parameter among what is rounded of it; its states come before.
+#: Number of the parameter itself in ``rounding_offset``; its states have the numbers below.
 _PARAMETER: Final = 3
 
 
 def checked_seed(seed: int | None, wanted: bool, for_what: str) -> int:
-    """Return the seed of a rounding, drawn from torch's generator where none is given and one is ``wanted``.
+    """Return the seed of a rounding, drawn from torch's generator if none is given and one is ``wanted``.
 
     Raises:
         ValueError: a seed for no rounding, or none in 0 to 2**31 - 1.
@@ -38,13 +38,13 @@ def checked_seed(seed: int | None, wanted: bool, for_what: str) -> int:
 
 
 def is_low(parameter: Tensor) -> bool:
-    """Return whether a parameter is one that is rounded when it is stored."""
+    """Return whether a parameter is bfloat16 or float16, and so rounded when it is stored."""
     return parameter.dtype in _LOW
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterRounding:
-    """The rounding of low parameters, and of their states in that dtype, in one step.
+    """Stochastic rounding of low parameters, and of their states in that dtype, in one step.
 
     Attributes:
         seed: of the optimizer.
@@ -61,7 +61,7 @@ class ParameterRounding:
     ) -> None:
         """Round FP32 ``values`` into "params" and the states of ``lists``, which are all low and of ``owners``.
 
-        What the low dtype holds stays, so after a skipped step nothing moves.
+        Values that the low dtype holds stay, so a skipped step changes nothing.
 
         Raises:
             RuntimeError: a CUDA graph is being captured, whose replays would round with the same bits each.
@@ -78,9 +78,9 @@ class ParameterRounding:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """The dtype of the states, and the seed of their rounding.
+    """Stochastic rounding of states: their dtype, and the seed.
 
-    ``places``: id of each parameter -> its number, which gives its rounding bits of its own.
+    ``places``: id of each parameter -> its number, so that each draws bits of its own.
     """
 
     dtype: torch.dtype
@@ -89,7 +89,7 @@ class Rounding:
 
     @staticmethod
     def of(dtype: torch.dtype | None, seed: int) -> Rounding | None:
-        """From an optimizer's arguments; None: states have the parameters' dtype.
+        """Return the rounding for an optimizer's arguments; None if states have the parameters' dtype.
 
         Raises:
             ValueError: another dtype than bfloat16.
@@ -101,7 +101,7 @@ class Rounding:
         return Rounding(dtype, seed)
 
     def places_of(self, owners: Sequence[Tensor]) -> list[int]:
-        """The numbers of some parameters."""
+        """Return the numbers of some parameters."""
         return [self.places[id(owner)] for owner in owners]
 
     def write(
@@ -113,7 +113,7 @@ class Rounding:
     ) -> None:
         """Round ``values``, FP32 or FP64, into ``targets``, states of ``owners``.
 
-        What bfloat16 holds stays, so after a skipped step nothing moves.
+        Values that bfloat16 holds stay, so a skipped step changes nothing.
         """
         places = self.places_of(owners)
         for number, name in enumerate(targets):

@@ -1,4 +1,4 @@
-"""SGD in one pass."""
+"""Defines the optimizer SGD in one pass over gradients, parameters, momentum and shadows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
 from fxprec.optim.one_pass import OnePass
-from fxprec.optim.parts import Step, parts_of
+from fxprec.optim.parts import StepInputs, parts_of
 from fxprec.optim.rounding import ParameterRounding, checked_seed, is_low
 from fxprec.optim.triton_update import sgd_launch
 
 
 class SGD(OnePass, torch.optim.SGD):
-    """``torch.optim.SGD``: the same hyper-parameters, groups, state names and checkpoints, with less traffic.
+    """SGD with the hyper-parameters, groups, state names and checkpoints of ``torch.optim.SGD``, and less traffic.
 
-    A read of the gradients to check them, and one pass that updates; see ``docs/training.md``.
+    A step reads the gradients once to check them, and updates in one pass; see ``docs/training.md``.
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch's.
@@ -72,7 +72,7 @@ class SGD(OnePass, torch.optim.SGD):
         group: dict[str, Any],
         owners: list[Tensor],
         gradients: list[Tensor],
-        step: Step,
+        step: StepInputs,
     ) -> None:
         pairs = [*zip(owners, gradients, strict=True)]
         sparse = [(owner, gradient) for owner, gradient in pairs if gradient.is_sparse]
@@ -85,6 +85,7 @@ class SGD(OnePass, torch.optim.SGD):
         if sparse:
             self._update_sparse(group, sparse, step)
             pairs = [(owner, gradient) for owner, gradient in pairs if not gradient.is_sparse]
+        # First steps go apart: their buffers hold no value, which one flag of a launch tells for all its tensors.
         momentum = bool(group["momentum"])
         fresh: list[tuple[Tensor, Tensor]] = []
         begun: list[tuple[Tensor, Tensor]] = []
@@ -106,7 +107,7 @@ class SGD(OnePass, torch.optim.SGD):
         self,
         group: dict[str, Any],
         lists: dict[str, list[Tensor]],
-        step: Step,
+        step: StepInputs,
         first: bool,
         of_parameters: ParameterRounding | None,
     ) -> None:
@@ -123,7 +124,7 @@ class SGD(OnePass, torch.optim.SGD):
         self,
         group: dict[str, Any],
         pairs: list[tuple[Tensor, Tensor]],
-        step: Step,
+        step: StepInputs,
     ) -> None:
         if step.found_inf is not None and step.found_inf.item():
             return
@@ -137,14 +138,14 @@ class SGD(OnePass, torch.optim.SGD):
                 self.state[owner]["momentum_buffer"] = buffer
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """A state of ours or of torch's, whatever its implementation."""
+        """Load a state of this optimizer or of torch's, of any of its implementations."""
         super().load_state_dict(dict(state_dict))
         self._keep_rounding(self._seed if self.stochastic_rounding else None)
         for group in self.param_groups:
             group["fused"], group["foreach"] = True, None
             for owner in group["params"]:
                 if self.state.get(owner, {}).get("momentum_buffer") is not None:
-                    # In the parameter's memory order, which the kernels go by.
+                    # In the parameter's memory order, which the kernels rely on.
                     buffer = torch.zeros_like(owner).copy_(self.state[owner]["momentum_buffer"])
                     self.state[owner]["momentum_buffer"] = buffer
 

@@ -1,4 +1,4 @@
-"""The shadows of parameters that an optimizer updates, written in its step instead of at the next forward."""
+"""Writes the shadows of the parameters that an optimizer updates in its step, instead of at the next forward."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fxprec.torch_internals import foreach_copy_
 
 
 class ShadowCopies:
-    """What one step has to write. Empty where no converted model reads the parameters.
+    """Context of a step that writes shadows; empty if no converted model reads the parameters.
 
-    A context: left by an error, the parameters count as changed, and no shadow as written.
+    After an error the parameters count as changed, and no shadow as written.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -26,7 +26,7 @@ class ShadowCopies:
         for store in self._stores:
             shadows = store.shadows_of(self._owners)
             owners, fitting = self._owners, [shadow for shadow in shadows if shadow is not None]
-            if len(fitting) < len(owners):  # the others have none, or one that does not fit them now
+            if len(fitting) < len(owners):  # the others have no shadow, or one that no longer fits
                 store.note_stepping(p for p, shadow in zip(owners, shadows, strict=True) if shadow is None)
                 owners = [p for p, shadow in zip(owners, shadows, strict=True) if shadow is not None]
             if owners:
@@ -44,7 +44,7 @@ class ShadowCopies:
                 store.note_stepping(self._owners)
 
     def for_kernel(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """One shadow of each parameter for the update's kernel to write; what is left is copied at the end."""
+        """Return one shadow of each parameter for the kernel to write; those of other models are copied at the end."""
         if not self._by_store:
             return [None] * len(parameters)
         _, owners, shadows = self._by_store[0]
@@ -56,7 +56,7 @@ class ShadowCopies:
         return chosen
 
     def _finish(self) -> None:
-        """Copy what no kernel wrote, and tell the stores."""
+        """Copy the shadows that no kernel wrote, and tell the stores."""
         for store, owners, shadows in self._by_store:
             written = [s for p, s in zip(owners, shadows, strict=True) if self._in_kernel.get(id(p)) is s]
             targets, sources = shadows, owners
@@ -65,6 +65,6 @@ class ShadowCopies:
                 targets, sources = [s for s, _ in copies], [p for _, p in copies]
             if targets:
                 foreach_copy_(targets, sources)
-            if written:  # a kernel bumps no version, and autograd reports by it a step between forward and backward
+            if written:  # autograd reports a step between forward and backward by it, and a kernel bumps none
                 torch.autograd.graph.increment_version(written)
             store.note_written(owners)

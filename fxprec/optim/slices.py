@@ -1,8 +1,8 @@
-"""Low gradients for torch's fused kernels, slice by slice: what belongs to a slice is done while a cache holds it.
+"""Casts low gradients for torch's fused kernels slice by slice, so that a cache holds what a slice needs.
 
-Those kernels take gradients in the parameters' dtype. Low ones that are cast at once take as much memory as FP32
-gradients, and are written and read again; those of a slice are not, and neither are the new values, from which the
-slice of a shadow is made::
+Those kernels take gradients in the parameters' dtype. A cast of all low gradients at once takes as much memory as FP32
+gradients, which is written and read again. A slice stays in the cache, and so do its new values, from which its shadow
+is written::
 
     cast the gradients' slice -> a buffer
     update the parameters' slice
@@ -21,7 +21,7 @@ from fxprec.torch_internals import foreach_copy_
 
 Lists = Mapping[str, list[Any]]
 
-#: Elements of a slice: on a CPU 2 MB in FP32, which its cache holds; elsewhere few launches count more.
+#: Elements of a slice: on a CPU 2 MB in FP32, which its cache holds; on other devices few launches matter more.
 _AT_ONCE: Final = {"cpu": 1 << 19}
 _ELSEWHERE: Final = 1 << 24
 
@@ -30,16 +30,16 @@ _dtype = operator.attrgetter("dtype")
 
 
 def slices(lists: Lists, shadows: Callable[[], Sequence[Tensor | None]] = list) -> Iterator[Lists]:
-    """``lists`` as they are, or slice by slice; gradients are in the parameters' dtype, good until the next one.
+    """Yield ``lists``, whole or slice by slice, with gradients in the parameters' dtype, valid until the next slice.
 
     Args:
-        lists: "params", "grads" and states, of one device, each parameter's tensors in one memory order. A state of no
-            dimension ("step") is that of all slices of its parameter.
-        shadows: called where there are slices: a tensor for each parameter, or None, that is given the parameter's
-            new values once a slice was updated.
+        lists: "params", "grads" and states, of one device, each parameter's tensors in one memory order. A 0-dim state
+            ("step") belongs to all slices of its parameter.
+        shadows: called if there are slices; returns a tensor for each parameter, or None, to which the new values are
+            copied after each slice.
     """
     params = lists["params"]
-    if {*map(_dtype, lists["grads"])} == {params[0].dtype}:  # shadows alone are copied at once as fast
+    if {*map(_dtype, lists["grads"])} == {params[0].dtype}:  # copying shadows alone is as fast at once
         yield lists
         return
     limit = _AT_ONCE.get(params[0].device.type, _ELSEWHERE)
@@ -52,7 +52,7 @@ def slices(lists: Lists, shadows: Callable[[], Sequence[Tensor | None]] = list) 
 
 
 def _cut(lists: Lists, limit: int) -> Iterator[dict[str, list[Any]]]:
-    """Small parameters together, large ones in parts."""
+    """Yield slices of at most ``limit`` elements: small parameters together, large dense ones cut."""
     together: list[int] = []
     held = 0
     for i, param in enumerate(lists["params"]):
@@ -77,7 +77,7 @@ def _cut(lists: Lists, limit: int) -> Iterator[dict[str, list[Any]]]:
 
 
 def _cast(gradients: list[Tensor], room: Tensor) -> list[Tensor]:
-    """In ``room``, with the gradients' strides; or anew, where one is too large and could not be cut."""
+    """Cast gradients into ``room`` with their strides, or into new memory if they exceed it (one that was not cut)."""
     sizes = [*map(Tensor.numel, gradients)]
     if sum(sizes) > room.numel():
         return [gradient.to(room.dtype) for gradient in gradients]

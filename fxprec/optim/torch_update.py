@@ -1,4 +1,4 @@
-"""Updates by torch's own fused kernels: on CPUs, and wherever Triton is not.
+"""Updates parameters by torch's own fused kernels: on CPUs, and wherever Triton does not run.
 
 They take gradients and states in the parameters' dtype; others go through temporaries (``slices``). So do low
 parameters of SGD on CPUs, of which torch's kernel there updates next to none (pytorch issue 191763, up to 2.13).
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fxprec.kernels.optim.lists import is_dense
 from fxprec.optim.counters import Counters
-from fxprec.optim.parts import Part, Step, scalar
+from fxprec.optim.parts import StepInputs, UpdatePart, scalar
 from fxprec.optim.rounding import ParameterRounding, Rounding
 from fxprec.optim.slices import slices
 from fxprec.torch_internals import foreach_add_, foreach_copy_, foreach_sub_, fused_adam_, fused_adamw_, fused_sgd_
@@ -24,13 +24,13 @@ from fxprec.torch_internals import foreach_add_, foreach_copy_, foreach_sub_, fu
 
 @contextlib.contextmanager
 def in_one_order(lists: Mapping[str, list[Tensor]]) -> Iterator[Mapping[str, list[Tensor]]]:
-    """``lists`` with every tensor of a parameter in its memory order, and without gaps; copies go back afterwards.
+    """Yield ``lists`` with every tensor dense and in its parameter's memory order; copy results back afterwards.
 
-    Torch's fused kernels on CPUs take memory as it comes: they mix up the elements of a gradient or a moment whose
+    Torch's fused kernels on CPUs ignore strides: they mix up the elements of a gradient or a moment whose
     strides are not the parameter's (a checkpoint from before ``channels_last``), and write into the gaps of a slice.
     """
     if all(all(map(Tensor.is_contiguous, tensors)) for tensors in lists.values()):
-        yield lists  # the usual case, without a look at each stride
+        yield lists  # the usual case, without a check of each stride
         return
     laid_out = {name: [*tensors] for name, tensors in lists.items()}
     moved: list[tuple[Tensor, Tensor]] = []
@@ -49,7 +49,7 @@ def in_one_order(lists: Mapping[str, list[Tensor]]) -> Iterator[Mapping[str, lis
 
 @contextlib.contextmanager
 def in_fp32_on_a_cpu(lists: Mapping[str, list[Tensor]]) -> Iterator[Mapping[str, list[Tensor]]]:
-    """``lists`` in FP32 where their parameters are low and on a CPU; values go back afterwards, rounded once."""
+    """Yield ``lists`` in FP32 if their parameters are low and on a CPU; copy values back, rounded once."""
     param = lists["params"][0]
     if param.device.type != "cpu" or param.dtype not in (torch.float16, torch.bfloat16):
         yield lists
@@ -67,7 +67,7 @@ def _before_rounding(
     of_parameters: ParameterRounding | None,
     owners: Sequence[Tensor],
 ) -> Iterator[Mapping[str, list[Tensor]]]:
-    """``lists`` in FP32 at least, from which moments, and parameters, are rounded; as they are without a rounding."""
+    """Yield ``lists`` in FP32 or wider, then round moments and parameters; without a rounding as they are."""
     if rounding is None and of_parameters is None:
         yield lists
         return
@@ -93,39 +93,39 @@ def _before_rounding(
 def _sgd_lists(
     lists: Mapping[str, list[Tensor]], of_parameters: ParameterRounding | None, owners: Sequence[Tensor]
 ) -> contextlib.AbstractContextManager[Mapping[str, list[Tensor]]]:
-    """Return what torch's kernel of SGD updates: in FP32 where values are rounded afterwards."""
+    """Return a context with the lists that torch's kernel of SGD updates, in FP32 if they are rounded afterwards."""
     if of_parameters is None:
         return in_fp32_on_a_cpu(lists)
     return _before_rounding(lists, None, of_parameters, owners)
 
 
 def _rate(lr: Any) -> Any:
-    """A learning rate as torch's fused kernels take it: on an accelerator they read FP32."""
+    """Return a learning rate as torch's fused kernels take it: on an accelerator they read FP32."""
     return lr.to(torch.float32) if isinstance(lr, Tensor) and lr.device.type != "cpu" else lr
 
 
 class TorchUpdates:
-    """The updates of one optimizer, and what they keep from step to step."""
+    """Updates of one optimizer by torch's kernels, with the counters cached from step to step."""
 
     def __init__(self) -> None:
         self._counters = Counters()
 
     def adam(
         self,
-        part: Part,
+        part: UpdatePart,
         group: Mapping[str, Any],
-        step: Step,
+        step: StepInputs,
         rounding: Rounding | None,
         of_parameters: ParameterRounding | None = None,
     ) -> None:
-        """Adam or AdamW, in place.
+        """Update by Adam or AdamW, in place.
 
         Args:
             part: "params", "grads", "step" and the moments by their names.
             group: hyper-parameters.
-            step: what is the same for all parts of a step, on this part's device.
-            rounding: how moments of a lower dtype are rounded.
-            of_parameters: how low parameters are; None: to nearest.
+            step: inputs of the step, on this part's device.
+            rounding: of moments in a lower dtype.
+            of_parameters: rounding of low parameters; None: to nearest.
         """
         counters = self._counters.of((id(group), *part.key), part.lists["step"])
         shadows = partial(step.copies.for_kernel, part.owners) if rounding is None and of_parameters is None else list
@@ -140,18 +140,19 @@ class TorchUpdates:
                 for some in slices(wide, shadows):
                     moments = some["exp_avg"], some["exp_avg_sq"], some.get("max_exp_avg_sq", [])
                     update(some["params"], some["grads"], *moments, some["step"], **settings)
-        if step.found_inf is not None:  # the kernel did nothing: neither did this step
+        # The kernel skips an update with found_inf without a sync, so the counters are taken back on the device.
+        if step.found_inf is not None:
             foreach_sub_(counters, [step.found_inf] * len(counters))
 
     def sgd(
         self,
-        part: Part,
+        part: UpdatePart,
         group: Mapping[str, Any],
-        step: Step,
+        step: StepInputs,
         first: bool,
         of_parameters: ParameterRounding | None = None,
     ) -> None:
-        """SGD, in place; ``first``: the momentum buffers have no value yet. Otherwise as ``adam``."""
+        """Update by SGD, in place; ``first``: the momentum buffers have no value yet. Otherwise as ``adam``."""
         shadows = partial(step.copies.for_kernel, part.owners) if of_parameters is None else list
         settings: dict[str, Any] = {name: group[name] for name in ("momentum", "dampening", "nesterov", "maximize")}
         settings |= {"weight_decay": scalar(group["weight_decay"]), "lr": _rate(group["lr"]), "is_first_step": first}

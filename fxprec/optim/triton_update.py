@@ -1,4 +1,4 @@
-"""Updates by our Triton kernels: on CUDA, every tensor of a group in one launch, shadows written with it."""
+"""Updates parameters by our Triton kernels: all tensors of a group and their shadows in one launch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from fxprec.kernels.optim import sgd as multi_tensor_sgd
 from fxprec.kernels.optim.adam import AdamSettings
 from fxprec.kernels.optim.sgd import SgdSettings
 from fxprec.kernels.optim.tables import MultiTensorPlan
-from fxprec.optim.parts import Part, Step, scalar
+from fxprec.optim.parts import StepInputs, UpdatePart, scalar
 from fxprec.optim.rounding import Rounding
 
 
 class Plans:
-    """The tables of one optimizer's launches, kept while its tensors are the same."""
+    """Cache of the launch tables of one optimizer, valid while its tensors are the same."""
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, MultiTensorPlan] = {}
 
     def __reduce__(self) -> tuple[type[Plans], tuple[()]]:
-        """Copies and pickles are empty: tables hold addresses."""
+        """Return an empty cache for copies and pickles: tables hold addresses."""
         return Plans, ()
 
     def kept(self) -> tuple[MultiTensorPlan, ...]:
-        """All of them, now: a CUDA graph keeps those that it was captured with, since it reads their tables."""
+        """Return the current plans. A CUDA graph holds those that it was captured with, since it reads their tables."""
         return tuple(self._plans.values())
 
     def plan(
@@ -40,7 +40,7 @@ class Plans:
         shadows: Sequence[Tensor | None] | None = None,
         indices: Sequence[int] | None = None,
     ) -> MultiTensorPlan:
-        """The plan of these tensors; a new one if ``key`` had others."""
+        """Return the plan of these tensors, a new one if ``key`` had others."""
         plan = self._plans.get(key)
         if plan is None or not (
             _same(plan.params, params)
@@ -55,8 +55,10 @@ class Plans:
         return plan
 
 
-def adam_launch(plans: Plans, part: Part, group: Mapping[str, Any], step: Step, rounding: Rounding | None) -> None:
-    """Adam or AdamW; arguments as for ``TorchUpdates.adam``."""
+def adam_launch(
+    plans: Plans, part: UpdatePart, group: Mapping[str, Any], step: StepInputs, rounding: Rounding | None
+) -> None:
+    """Update by Adam or AdamW; arguments as for ``TorchUpdates.adam``."""
     lists, shadows = part.lists, step.copies.for_kernel(part.owners)
     moments = [tensors for name, tensors in lists.items() if name not in ("params", "grads", "step")]
     places = None if rounding is None else rounding.places_of(part.owners)
@@ -76,8 +78,8 @@ def adam_launch(plans: Plans, part: Part, group: Mapping[str, Any], step: Step, 
     multi_tensor_adam.launch(plan.bind(lists["grads"]), settings, **scalars)
 
 
-def sgd_launch(plans: Plans, part: Part, group: Mapping[str, Any], step: Step, first: bool) -> None:
-    """SGD; arguments as for ``TorchUpdates.sgd``."""
+def sgd_launch(plans: Plans, part: UpdatePart, group: Mapping[str, Any], step: StepInputs, first: bool) -> None:
+    """Update by SGD; arguments as for ``TorchUpdates.sgd``."""
     lists, shadows = part.lists, step.copies.for_kernel(part.owners)
     buffers = [lists["momentum_buffer"]] if "momentum_buffer" in lists else []
     plan = plans.plan(("sgd", first, id(group), *part.key), lists["params"], buffers, None, _some(shadows))

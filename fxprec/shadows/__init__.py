@@ -1,4 +1,4 @@
-"""Low-precision copies of FP32 weights: a store of them for each converted model."""
+"""Low-precision copies (shadows) of FP32 weights: a store of them for each converted model."""
 
 from fxprec.shadows.store import ShadowStore, stores
 

@@ -1,7 +1,7 @@
-"""The answer to one read of shadows, kept, and the signs by which it still holds.
+"""Caches the result of one read of shadows, with the facts by which it is checked.
 
-Between two reads of the same weights mostly nothing happens, or an optimizer steps on all of them. Both are told by a
-few C loops over flat lists; whatever else happened is for the store, which looks at one weight after the other.
+Between two reads of the same weights mostly nothing happens, or an optimizer steps on all of them. A few C loops over
+flat lists recognize both cases; for any other the store goes through the weights one by one.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _pointer = Tensor.data_ptr
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Shadows of a list of weights, and what the weights were like when they were copied.
+class CachedRead:
+    """Shadows of a list of weights, and the weights' metadata when they were copied.
 
     Attributes:
         shadows, aliases: of each weight; an alias shares the storage of the shadow but not its version counter.
-        distinct: how many different weights.
-        device: of all of them; None where there are several.
-        edges: of the shadows of weights that are differentiated.
-        looks: at sampled elements of the weights, which change where no version does.
+        distinct: number of different weights.
+        device: of all of them; None if there are several.
+        edges: AccumulateGrad nodes of the weights that require gradients.
+        looks: comparisons of sampled elements, which show writes past the version counters.
     """
 
     shadows: list[Tensor]
@@ -50,7 +50,8 @@ class Plan:
     looks: Sequence[Look] = ()
 
     @classmethod
-    def of(cls, weights: Sequence[Tensor], entries: Sequence[Entry], looks: Sequence[Look] = ()) -> Plan:
+    def of(cls, weights: Sequence[Tensor], entries: Sequence[Entry], looks: Sequence[Look] = ()) -> CachedRead:
+        """Return the cached read of weights whose shadows are up to date."""
         devices = {weight.device for weight in weights}
         return cls(
             [entry.shadow for entry in entries],
@@ -66,7 +67,7 @@ class Plan:
         )
 
     def holds(self, weights: Sequence[Tensor]) -> bool:
-        """Whether no weight shows a change. Addresses come first: samples are read at them."""
+        """Return whether no weight shows a change. Addresses are compared first: samples are read at them."""
         return (
             [*map(_version, weights)] == self.versions
             and [*map(_pointer, weights)] == self.pointers
@@ -74,7 +75,7 @@ class Plan:
         )
 
     def fits(self, weights: Sequence[Tensor]) -> bool:
-        """Whether the shadows still fit the weights, whatever their values are."""
+        """Return whether the shadows still belong to the weights' memory, shapes and autograd nodes."""
         return (
             [*map(_pointer, weights)] == self.pointers
             and [*map(_shape, weights)] == self.shapes
@@ -83,16 +84,19 @@ class Plan:
         )
 
     def changed(self, weights: Sequence[Tensor]) -> bool | None:
-        """Whether the versions say that all weights changed, or none; None: some of them."""
+        """Return whether all versions changed (True) or none (False); None if only some did."""
         same = [*map(operator.eq, map(_version, weights), self.versions)]
         return None if any(same) and not all(same) else not any(same)
 
     def note_versions(self, weights: Sequence[Tensor]) -> list[int]:
-        """Their changes are known from now on."""
+        """Take the weights' current versions as those of the shadows; return them."""
         self.versions[:] = map(_version, weights)
         return self.versions
 
     def copy(self, weights: Sequence[Tensor], *, changed: bool) -> None:
-        """Copy all weights to their shadows, under ``no_grad``: where they changed, so that autograd sees it."""
+        """Copy all weights to their shadows, under ``no_grad``.
+
+        ``changed``: on the shadows themselves, whose version counters then report it to autograd; else on the aliases.
+        """
         targets: Any = self.shadows if changed else self.aliases
         foreach_copy_(targets, [*weights])

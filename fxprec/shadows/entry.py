@@ -1,7 +1,7 @@
-"""One shadow and its weight: when there can be one, how it is made, and whether it still says the same.
+"""Makes the shadow of a weight, and checks that it still belongs to the weight.
 
-Made once with its autograd edge, the shadow of a weight is ``weight.to(dtype)``: each weight keeps its own
-AccumulateGrad, so that hooks and DDP see nothing new.
+A shadow is ``weight.to(dtype)``, made once with its autograd edge: each weight keeps its own AccumulateGrad, so that
+hooks and DDP work as ever.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from fxprec.kernels.launch.observers import SCRIPT, TRACING, TRANSFORM, watcher
 from fxprec.shadows.low_gradients import Wish, cast_with_low_gradient
 from fxprec.torch_internals import run_before
 
-#: The sequence number below that of AccumulateGrad, which is the highest.
+#: Sequence number just below that of AccumulateGrad, which is the highest.
 _AS_SOON_AS_READY: Final = 2**64 - 2
 
-#: So many stale weights a message names.
+#: Most stale weights that a message names.
 _NAMED: Final = 8
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One shadow. ``alias`` shares its storage but not its version counter.
-
-    ``plain`` shares both, and leads to no AccumulateGrad: an optimizer keeps what it writes longer than the shadow
-    lives, and an AccumulateGrad that lives on runs on the stream where it was made, which no graph captures.
-
-    No weak reference to a parameter: ``torch.utils.swap_tensors`` refuses tensors that have one.
+    """Shadow of one weight, with the weight's state at the last copy.
 
     Attributes:
-        weight: gives the weight; None: it is gone.
-        edge: where the shadow's gradient goes, the weight's AccumulateGrad; None: the weight is frozen.
-        wish: for a low gradient.
-        unseen: whether it may be written to in a way that nothing here shows: by another process, or where its elements
-            cannot be compared without waiting for the device.
-        stream: the CUDA stream that it was made on, where its edge is walked; None on a CPU.
-        version: the weight's version counter when it was last copied.
-        pointer: the address of the weight's memory then.
-        samples: addresses of the elements that stand for it (``samples``); (): none can be compared.
-        row: where what they were then is noted; -1: nowhere.
+        key: id of the weight.
+        weight: returns the weight, or None once it is gone. Not a weak reference to a parameter:
+            ``torch.utils.swap_tensors`` refuses tensors that have one.
+        shadow: the low copy, with its autograd edge.
+        alias: the shadow's storage with a version counter of its own.
+        plain: the shadow's storage and version counter without the edge, for optimizers. They keep it longer than the
+            shadow lives, and an AccumulateGrad kept alive runs on the stream that made it, which no graph captures.
+        edge: the weight's AccumulateGrad, to which the shadow's gradient goes; None: the weight is frozen.
+        wish: mark of an optimizer for a low gradient, or None.
+        unseen: the weight may be written unnoticed: by another process, or because its elements cannot be compared
+            without a device sync.
+        stream: CUDA stream that the shadow was made on, on which its edge runs; None on a CPU.
+        version: the weight's version counter at the last copy.
+        pointer: the address of the weight's memory at the last copy.
+        samples: addresses of the weight's sampled elements (``samples``); (): none can be compared.
+        row: row of the noted samples; -1: there is none.
     """
 
     key: int
@@ -74,16 +75,16 @@ class Entry:
         dies: Callable[[weakref.ref[Tensor]], None],
         samples: tuple[int, ...] = (),
     ) -> Entry:
-        """Make the shadow of a weight, with a low gradient where there is a wish.
+        """Make the shadow of a weight, with a low gradient if there is a wish.
 
         ``dies`` is called when a weight that is no parameter is collected.
         """
-        # Whatever mode is on now, the shadow outlives it: made under inference_mode or no_grad it would have no edge.
+        # The shadow outlives the current mode: made under inference_mode or no_grad it would have no edge for good.
         with torch.inference_mode(False), torch.enable_grad():
             shadow = weight.to(dtype) if wish is None else cast_with_low_gradient(weight, dtype)
         if shadow.grad_fn is not None:
-            # Backward runs what was made last first. This edge is older than every forward: the gradients of all
-            # weights would come at the very end, too late for DDP to reduce the first while the others are computed.
+            # Backward runs the newest nodes first. This edge is older than every forward: the gradients of all weights
+            # would come at the very end, too late for DDP to reduce the first while the others are computed.
             run_before(shadow.grad_fn, _AS_SOON_AS_READY)
         edge = _accumulates(shadow)
         return cls(
@@ -94,7 +95,7 @@ class Entry:
             shadow.detach(),
             edge,
             wish,
-            # Of CUDA tensors torch says that they are shared whatever they are.
+            # torch reports every CUDA tensor as shared.
             not samples or (not weight.is_cuda and weight.is_shared()),
             torch.cuda.current_stream(weight.device) if weight.is_cuda else None,
             weight.device,
@@ -105,11 +106,11 @@ class Entry:
         )
 
     def fits(self, weight: Tensor) -> bool:
-        """Whether the weight lies where it lay, and is differentiated as it was."""
+        """Return whether the weight's address and ``requires_grad`` are unchanged."""
         return weight.data_ptr() == self.pointer and weight.requires_grad is self.requires_grad
 
     def is_stale(self, weight: Tensor) -> bool:
-        """Whether the weight shows no change and is another than when it was copied."""
+        """Return whether the weight differs from its shadow although its version and address are unchanged."""
         if weight._version != self.version or weight.data_ptr() != self.pointer:
             return False
         now = weight.detach().to(self.alias.dtype)
@@ -117,7 +118,10 @@ class Entry:
 
 
 def _reference(weight: Tensor, edge: Any, dies: Callable[[weakref.ref[Tensor]], None]) -> Callable[[], Tensor | None]:
-    """What gives the weight: its edge, which keeps it alive anyway; of frozen parameters a strong reference."""
+    """Return a function that returns the weight: by its edge, which keeps it alive anyway, or by a reference.
+
+    The reference is strong for frozen parameters, and weak for other frozen tensors.
+    """
     if edge is not None:
         return functools.partial(getattr, edge, "variable")
     if isinstance(weight, torch.nn.Parameter):
@@ -126,13 +130,13 @@ def _reference(weight: Tensor, edge: Any, dies: Callable[[weakref.ref[Tensor]], 
 
 
 def _accumulates(shadow: Tensor) -> Any:
-    """The AccumulateGrad below the shadow's cast; None where nothing is differentiated."""
+    """Return the AccumulateGrad below the shadow's cast; None for a frozen weight."""
     below = () if shadow.grad_fn is None else shadow.grad_fn.next_functions
     return next((node for node, _ in below if node is not None), None)
 
 
 def stale(weights: Sequence[Tensor], low: torch.dtype, model: torch.nn.Module | None) -> StaleShadowError:
-    """The error for these weights; ``model``: where their names come from."""
+    """Return the error for these weights; ``model`` gives their names."""
     names = {} if model is None else {id(weight): name for name, weight in model.named_parameters()}
     which = [f"{names.get(id(w), 'a weight')} of shape {tuple(w.shape)} on {w.device}" for w in weights[:_NAMED]]
     more = f" and {len(weights) - _NAMED} more" if len(weights) > _NAMED else ""
@@ -144,7 +148,10 @@ def stale(weights: Sequence[Tensor], low: torch.dtype, model: torch.nn.Module | 
 
 
 def is_lasting(weight: Tensor) -> bool:
-    """Whether a weight can have a persistent shadow. An address of 0: meta, empty, or freed by a sharding wrapper."""
+    """Return whether a weight can have a persistent shadow: a plain FP32 leaf with memory.
+
+    An address of 0 means meta, empty, or freed by a sharding wrapper.
+    """
     return (
         type(weight) in (torch.nn.Parameter, Tensor)
         and weight.dtype is torch.float32
@@ -156,5 +163,5 @@ def is_lasting(weight: Tensor) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether a functorch transform or a tracer is running: what is made or read now must not outlive it."""
+    """Return whether a functorch transform or a tracer runs: tensors made or read under it must not outlive it."""
     return watcher(TRANSFORM, SCRIPT, TRACING) is not None

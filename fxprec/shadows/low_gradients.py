@@ -1,7 +1,7 @@
-"""Weights whose gradient stays in the low dtype: marked by their optimizer, cast to their shadow without a cast back.
+"""Keeps gradients of weights in the low dtype: optimizers mark weights, and their shadows' edges do not cast back.
 
-Marks are beside the weights, not in them: a pickled weight would take an attribute along, to where no optimizer of ours
-reads its gradient.
+Marks are kept beside the weights, not in them: a pickled weight would take an attribute along, to a process in which no
+optimizer of ours reads its gradient.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from fxprec.torch_internals import running_ddp
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Wish:
-    """That the gradient of a weight be low; ``how``: "step", or "accumulate" too. Counts for as long as it is kept."""
+    """Mark of a weight whose gradient is to be low, for as long as it is referenced.
+
+    ``how``: "step", or "accumulate" for accumulated gradients too.
+    """
 
     how: str
 
 
 class Wishes:
-    """The wishes of one optimizer, which keeps them.
+    """Marks of one optimizer's weights; the optimizer holds them.
 
-    With them it keeps the weights, as it does anyway: a weak reference, which ``torch.utils.swap_tensors`` refuses, is
-    needed only once the optimizer is gone.
+    They hold the weights, as the optimizer does anyway: a weak reference, which ``torch.utils.swap_tensors`` refuses,
+    is needed only once the optimizer is gone.
     """
 
     def __init__(self, weights: Iterable[Tensor], how: str) -> None:
@@ -45,36 +48,36 @@ class Wishes:
 
 
 def wish_for(weight: Tensor) -> Wish | None:
-    """The wish for a weight that has a gradient, if there is one."""
+    """Return the mark of a weight that requires a gradient, or None."""
     return _wishes().get(id(weight)) if weight.requires_grad else None
 
 
 def cast_with_low_gradient(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """``weight.to(dtype)`` whose backward hands the low gradient on. A gradient that is there already is rounded.
+    """Return ``weight.to(dtype)`` whose backward passes the low gradient on. An existing gradient is rounded.
 
-    Walked at every step, the edge must be torch's own (a Python autograd.Function takes longer than the cast that it
-    saves, where weights are small) and lead to the weight's one AccumulateGrad, which ``torch.autograd.grad`` and hooks
-    go by. Of torch's operators that cast, ``slice_scatter`` is one whose backward does not: it is a view.
+    Run at every step, the edge must be torch's own (for small weights a Python autograd.Function takes longer than the
+    cast that it saves) and lead to the weight's one AccumulateGrad, which ``torch.autograd.grad`` and hooks rely on.
+    The forward of ``slice_scatter`` casts, and its backward, a view, does not.
 
     Raises:
         ConversionError: DistributedDataParallel is running.
     """
     refuse_ddp()
     _set_grad_dtype(weight, dtype)
-    if not weight.dim():  # nothing to slice: one number is cast there and back
+    if not weight.dim():  # nothing to slice: one number is cast both ways
         return weight.to(dtype)
     return torch.slice_scatter(torch.empty_like(weight, dtype=dtype), weight)
 
 
 def widen(weights: Iterable[Tensor]) -> None:
-    """Marked ones without a shadow have gradients of their own dtype, until the next one is made."""
+    """Give marked weights that lost their shadow gradients of their own dtype, until they get another shadow."""
     for weight in weights:
         if id(weight) in _wishes():
             _set_grad_dtype(weight, weight.dtype)
 
 
 def widened(weights: Iterable[Tensor], how: tuple[str, ...] = ("step",)) -> list[Tensor]:
-    """Give those that were marked so FP32 gradients again, for good, and return them: their shadows are to go."""
+    """Unmark weights marked ``how``, make their gradients FP32 again, and return them: their shadows are to go."""
     wishes = _wishes()
     narrow = [weight for weight in weights if (wish := wishes.get(id(weight))) is not None and wish.how in how]
     for weight in narrow:
@@ -84,7 +87,7 @@ def widened(weights: Iterable[Tensor], how: tuple[str, ...] = ("step",)) -> list
 
 
 def refuse_ddp() -> None:
-    """A ConversionError within DDP's forward: its reducer would fail in the backward, and say less."""
+    """Raise ConversionError within DDP's forward: its reducer would fail in the backward with a worse message."""
     if running_ddp() is not None:
         raise ConversionError(
             "low_gradients=True under DistributedDataParallel, whose reducer takes gradients of the parameters' dtype "
@@ -94,13 +97,13 @@ def refuse_ddp() -> None:
 
 @functools.cache
 def _orphans() -> WeakTensorKeyDictionary:
-    """Keeps wishes whose optimizers are gone for as long as their weights."""
+    """Return the wishes whose optimizers are gone, each kept for as long as its weight."""
     return WeakTensorKeyDictionary()
 
 
 @functools.cache
 def _wishes() -> weakref.WeakValueDictionary[int, Wish]:
-    """id of a weight -> what it was marked with."""
+    """Return the wishes by the ids of their weights."""
     return weakref.WeakValueDictionary()
 
 
@@ -108,7 +111,7 @@ def _set_grad_dtype(weight: Any, dtype: torch.dtype) -> None:
     gradient = weight.grad
     if gradient is None or gradient.dtype is dtype:
         weight.grad_dtype = dtype
-    else:  # which torch refuses to change while there is another
+    else:  # torch refuses to change grad_dtype while a gradient of another dtype is there
         weight.grad = None
         weight.grad_dtype = dtype
         weight.grad = gradient.to(dtype)

@@ -1,12 +1,12 @@
-"""Some elements of each weight as they were at the last copy: what shows a write that no version counter counts.
+"""Compares sampled elements of each weight with those at the last copy, to see writes that no version counter shows.
 
 ``Tensor._version`` counts what torch's ops write through the tensor itself. Collectives, ``weight.data``, a flat buffer
 that weights are views of, NumPy, DLPack and storages write past it. A write to all of a weight changes the few elements
-that are compared here, so it is seen whatever road it came; one that leaves them as they were is not. To scale a pruned
-weight changes no zeros: where nearly all that is noted on a CPU are zeros, others are looked for, and noted.
+that are compared here, so it is seen however it was made; one that leaves them as they were is not. Scaling a pruned
+weight changes no zeros: where nearly all samples on a CPU are zeros, other elements are sampled instead.
 
 On a CPU all weights are compared by one gather of their elements and one ``torch.equal``. On CUDA the host would have
-to wait for the answer; there two kernels compare and copy (``device_look``), and nobody waits.
+to wait for the answer; there two kernels compare and copy (``DeviceLook``), without a sync.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from torch import Tensor
 
 from fxprec.kernels.cpu.words import SAMPLES, WORD, nonzero_addresses, places_of, sampled_addresses, words
 from fxprec.kernels.launch.observers import ANY_MODE, unwatched, watcher
+from fxprec.kernels.optim.lists import is_dense
 from fxprec.shadows.entry import Entry
 
 _FIRST_ROWS: Final = 64
-#: With no more samples of a weight that are not zero, others are chosen.
+#: A weight with at most so many samples other than zero gets new ones.
 _FEW: Final = SAMPLES // 4
 
 
 def samples_of(weight: Tensor) -> tuple[int, ...]:
-    """Return the addresses of the elements that stand for a weight; () where none can be compared without waiting."""
+    """Return the addresses of a weight's samples; () if they cannot be compared without a sync."""
     if weight.is_cuda:
-        from fxprec.shadows.device_look import can_look_at  # which loads Triton
+        from fxprec.kernels.launch.triton_support import can_launch  # which loads Triton
 
-        able = can_look_at(weight)
+        able = can_launch(weight.device) and is_dense(weight)
     else:
         able = weight.device.type == "cpu" and weight.data_ptr() % WORD == 0
     return tuple(sampled_addresses(weight)) if able else ()
 
 
 class Samples:
-    """The sampled elements of a store's weights on one device, a row of int32 (their bits) each.
+    """Sampled elements of a store's weights on one device, noted as a row of int32 (their bits) for each weight.
 
     Attributes:
-        values: of all rows, flat; another tensor once there are more rows.
-        chosen: how often other elements of weights were chosen, so that every look finds out.
+        values: all rows, flat; replaced by a larger tensor when rows run out.
+        chosen: how often weights got other samples; every look compares it with the count that it knows.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +54,7 @@ class Samples:
         self._free: list[int] = []
 
     def take_row(self) -> int:
-        """Return a row that no other weight has."""
+        """Reserve a row for a weight and return its number."""
         if self._free:
             return self._free.pop()
         row, self._next = self._next, self._next + 1
@@ -64,56 +65,52 @@ class Samples:
         return row
 
     def give_back(self, row: int) -> None:
-        """Let another weight have the row."""
+        """Release a row for another weight."""
         self._free.append(row)
 
     @staticmethod
     def _zeros(rows: int, device: torch.device) -> Tensor:
-        with torch.inference_mode(False):  # rows that are made in an inference are written in a training
+        with torch.inference_mode(False):  # rows made under inference_mode are written in training, too
             return torch.zeros(rows * SAMPLES, dtype=torch.int32, device=device)
 
 
 class Look(Protocol):
-    """A comparison of some weights on one device with what was noted of them.
+    """Comparison of some weights on one device with their noted samples.
 
-    It keeps their memory alive, so that an address that it knows is theirs for as long as it compares equal.
+    It keeps their memory alive, so that an equal address means the same memory.
     """
 
     def same(self) -> bool:
-        """Return whether no weight differs from its row. On CUDA True: those that differ are copied on the device."""
+        """Return whether no weight differs from its row; True on CUDA, where the device copies those that differ."""
         ...
 
     def note(self) -> None:
-        """Write to each row what its weight is now."""
+        """Write the current samples of each weight to its row."""
         ...
 
 
 def look_at(samples: Samples, pairs: Sequence[tuple[Tensor, Entry]]) -> Look:
     """Return the comparison of weights that all have rows in ``samples``."""
-    if samples.values.is_cuda:
-        from fxprec.shadows.device_look import DeviceLook
-
-        return DeviceLook(samples, pairs)
-    return HostLook(samples, pairs)
+    return (DeviceLook if samples.values.is_cuda else HostLook)(samples, pairs)
 
 
 class HostLook:
-    """A ``Look`` at weights in this process's memory."""
+    """Comparison of weights in the memory of this process: see ``Look``."""
 
     def __init__(self, samples: Samples, pairs: Sequence[tuple[Tensor, Entry]]) -> None:
         self._samples = samples
         self._storages = [weight.untyped_storage() for weight, _ in pairs]
         self._entries = [entry for _, entry in pairs]
         self._chosen = -1
-        self._zeros = 0  # among all samples, when others were chosen
+        self._zeros = 0  # number of zeros among all samples when others were last looked for
         rows = [entry.row for _, entry in pairs]
         self._rows = rows
         self._successive = rows == [*range(rows[0], rows[0] + len(rows))]
-        self._of: Tensor | None = None  # the values that ``_noted`` is of
+        self._of: Tensor | None = None  # the values that ``_noted`` is a view of
         self._noted = self._numbers = torch.empty(0)
 
     def same(self) -> bool:
-        if watcher(ANY_MODE) is not None:  # which is to see the ops of the model
+        if watcher(ANY_MODE) is not None:  # which should see the ops of the model only
             with unwatched():
                 return self._same()
         return self._same()
@@ -136,9 +133,10 @@ class HostLook:
 
     def _note(self) -> None:
         now = self._now()
-        samples = now.view(torch.float32)  # -0.0 is zero, too: a mask makes it of what is negative
+        samples = now.view(torch.float32)  # as floats, for -0.0 is zero, too: a mask makes it of a negative number
         zeros = len(samples) - int(samples.count_nonzero())
-        if zeros >= SAMPLES - _FEW and zeros != self._zeros:  # or there is no such weight, or it has only zeros
+        # With fewer zeros no weight has too many. An unchanged count: the last search found nothing better.
+        if zeros >= SAMPLES - _FEW and zeros != self._zeros:
             self._zeros = zeros
             few = samples.view(-1, SAMPLES).count_nonzero(1) <= _FEW
             if few.any() and self._choose(few.nonzero().view(-1).tolist()):
@@ -150,7 +148,7 @@ class HostLook:
             self._samples.values.index_copy_(0, self._numbers, now)
 
     def _choose(self, numbers: Iterable[int]) -> bool:
-        """Have elements that are not zero stand for these weights from now on; return whether others do."""
+        """Sample nonzero elements of these weights from now on; return whether any samples changed."""
         found = False
         for entry in map(self._entries.__getitem__, numbers):
             weight = entry.weight()
@@ -163,7 +161,7 @@ class HostLook:
         return found
 
     def _read(self) -> Tensor:
-        """Return what was noted; where rows are successive, a view of it."""
+        """Return the noted samples, as a view if the rows are consecutive."""
         values = self._samples.values
         if self._of is not values:
             self._of = values
@@ -175,8 +173,32 @@ class HostLook:
         return self._noted if self._successive else values.index_select(0, self._numbers)
 
 
+class DeviceLook:
+    """Comparison of dense weights on a CUDA device, which copies them to their shadows if one changed: see ``Look``."""
+
+    def __init__(self, samples: Samples, pairs: Sequence[tuple[Tensor, Entry]]) -> None:
+        from fxprec.kernels.optim.changed_copies import ChangedCopies  # which loads Triton
+
+        self._samples = samples
+        self._copies = ChangedCopies(
+            [weight.detach() for weight, _ in pairs],
+            [entry.alias for _, entry in pairs],
+            [entry.samples for _, entry in pairs],
+            [entry.row for _, entry in pairs],
+        )
+
+    def same(self) -> bool:
+        """Launch the comparison and the copies, which precede the next kernel of the stream; return True."""
+        self._copies.launch(self._samples.values)
+        return True
+
+    def note(self) -> None:
+        """Write the current samples of each weight to its row."""
+        self._copies.note(self._samples.values)
+
+
 def note(looks: Iterable[Look]) -> None:
-    """Write to each row of these what its weight is now."""
+    """Write the current samples of all weights of these looks to their rows."""
     for look in looks:
         look.note()
 

@@ -1,4 +1,4 @@
-"""Low-precision copies of FP32 weights, made once and kept up to date.
+"""Stores low-precision copies (shadows) of FP32 weights, made once and kept up to date.
 
 A rewritten graph does not cast the weights it lowers: it reads their shadows::
 
@@ -7,18 +7,18 @@ A rewritten graph does not cast the weights it lowers: it reads their shadows::
 
 A shadow is made once (see ``entry``), and later its storage is overwritten under ``no_grad``.
 
-When: at the first read of every forward that records gradients, whatever else is known; otherwise only when something
-says that weights changed: ``mark_stale``, a step of any optimizer, a weight's ``_version`` or address, or one of its
+Shadows are refreshed at the first read of every forward that records gradients, unconditionally; otherwise only on a
+sign that weights changed: ``mark_stale``, a step of any optimizer, a weight's ``_version`` or address, or one of its
 sampled elements (``samples``), which a collective or ``weight.data.mul_(2)`` changes and no counter shows. A write past
-the counters to other elements alone wants ``refresh``.
+the counters to other elements alone needs ``refresh``.
 
-Under FSDP there are none. Its full weight exists from its block's pre-forward to its post-forward hook, at an address
-that the allocator may give again. A shadow kept until the next forward would hold the whole model on every rank, and
-its autograd edge would miss the block's reduction of gradients: weights are cast at each read.
+Under FSDP there are no shadows. Its full weight exists from its block's pre-forward to its post-forward hook, at an
+address that the allocator may give again. A shadow kept until the next forward would hold the whole model on every
+rank, and its autograd edge would miss the block's reduction of gradients: weights are cast at each read.
 
-Weights that an optimizer of ``fxprec.optim`` stepped are skipped while all of these stay: it wrote their shadows.
+Weights that an optimizer of ``fxprec.optim`` stepped are skipped without such a sign: it wrote their shadows.
 
-How: a weight that changed is copied *in place on the shadow*, so that autograd reports a step taken between a forward
+A weight that changed is copied *in place on the shadow*, so that autograd reports a step taken between a forward
 and its backward, as it does for the weight itself. A weight without a sign of change is copied through an alias with a
 version counter of its own: two forwards before one backward (a GAN, siamese towers, recomputation) stay legal.
 """
@@ -38,33 +38,33 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fxprec.scaling.cuda_graphs import capturing
+from fxprec.shadows.cached_read import CachedRead
 from fxprec.shadows.entry import Entry, is_lasting, is_traced, stale
 from fxprec.shadows.low_gradients import refuse_ddp, widen, wish_for
-from fxprec.shadows.plan import Plan
 from fxprec.shadows.samples import Look, Samples, look_at, note, same, samples_of
 from fxprec.torch_internals import foreach_copy_, sharded_modules
 
 #: Python references to a weight that only its own shadow keeps alive, as `_living` counts them: the list, the call of
-#: `getrefcount`, and the entry's, or the one that torch holds while C++ (here: AccumulateGrad) refers to the tensor.
+#: `getrefcount`, and the entry's, or torch's own while C++ (here: AccumulateGrad) refers to the tensor.
 _HELD_BY_SHADOW_ONLY = 3
 
-#: Lists of weights whose comparison is kept ready: those of a step, of a forward, of each piece between graph breaks.
+#: Most lists of weights whose comparison is cached: those of a step, of a forward, of each piece between graph breaks.
 _MOST_LOOKS = 64
 
 
 class ShadowStore:
-    """The shadows of one converted model.
+    """Shadows of one converted model.
 
     Parameters and other plain FP32 leaves get a persistent shadow; anything else (DTensors and other subclasses,
     non-leaves such as parametrized weights, meta, sparse or inference tensors) and every weight under a functorch
-    transform or a tracer is cast afresh. A weight that is already low is handed back.
+    transform or a tracer is cast at each read. A weight that is already low is returned as it is.
 
     Attributes:
         dtype: dtype of the shadows.
         debug: under ``no_grad`` compare every shadow with its weight at each ``begin``, and raise on a stale one.
-        looked: how often it went through weights one by one, since something changed, or might have.
-        refreshes: multi-tensor copies so far (the first cast of a weight is none).
-        come_and_go: FSDP manages weights of the model.
+        looked: how often it went through weights one by one, because something changed or might have.
+        refreshes: multi-tensor copies so far (the first cast of a weight does not count).
+        come_and_go: FSDP manages weights of the model, which come and go with its hooks.
     """
 
     def __init__(self, dtype: torch.dtype, debug: bool = False) -> None:
@@ -74,7 +74,7 @@ class ShadowStore:
         self.come_and_go = False
         self._sharded: tuple[int, ...] = ()  # the living FSDP modules when it was last asked
         self._entries: dict[int, Entry] = {}
-        self._plans: dict[tuple[int, ...], Plan] = {}
+        self._cached_reads: dict[tuple[int, ...], CachedRead] = {}
         self._stepped: set[int] = set()
         self._written: set[int] = set()  # by the optimizer, in its step
         self._entered = False  # a forward began and no recording read has refreshed it yet
@@ -89,7 +89,7 @@ class ShadowStore:
         _stores().add(self)
 
     def __reduce__(self) -> tuple[type[ShadowStore], tuple[torch.dtype, bool]]:
-        """Copies and pickles are empty: shadows belong to the weights of this model in this process."""
+        """Return an empty store for copies and pickles: shadows belong to the weights of this model in this process."""
         return ShadowStore, (self.dtype, self.debug)
 
     def begin(self, model: torch.nn.Module | None = None) -> None:
@@ -108,24 +108,24 @@ class ShadowStore:
             self._check(self._written if torch.is_grad_enabled() else self._entries, model)
 
     def read(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """The low copies of ``weights``, in order."""
+        """Return the low copies of ``weights``, in order."""
         if self.come_and_go:
             return [weight.to(self.dtype) for weight in weights]
         if is_traced():
             self.looked += 1
             return [weight.to(self.dtype) for weight in weights]
         ids = tuple(map(id, weights))
-        plan = self._plans.get(ids)
+        cached = self._cached_reads.get(ids)
         if (
-            plan is not None
+            cached is not None
             and not self._stale
             and not (self._entered and torch.is_grad_enabled())
-            and plan.holds(weights)
+            and cached.holds(weights)
         ):
-            return plan.shadows.copy()
+            return cached.shadows.copy()
         self.looked += 1
         # Nothing may hold an old shadow while a new one is made: its memory, and an AccumulateGrad of the old shape.
-        del plan
+        del cached
         return self._settle(weights, ids)
 
     def refresh(self) -> None:
@@ -140,11 +140,11 @@ class ShadowStore:
         self._stale = True
 
     def shadow_of(self, weight: Tensor) -> Tensor | None:
-        """The shadow of a weight without its edge, for an optimizer to write, as low precision of its new value."""
+        """Return a weight's shadow without its edge, for an optimizer to write the new value to, or None."""
         return self.shadows_of([weight])[0]
 
     def shadows_of(self, weights: Sequence[Tensor]) -> list[Tensor | None]:
-        """``shadow_of`` each."""
+        """Return ``shadow_of`` each weight."""
         entries = map(self._entries.get, map(id, weights))
         return [
             entry.plain if entry and entry.pointer == w.data_ptr() and entry.shadow.shape == w.shape else None
@@ -152,19 +152,19 @@ class ShadowStore:
         ]
 
     def knows_any(self, keys: Set[int]) -> bool:
-        """Whether one of the weights with these ids has a shadow, even one that does not fit it now."""
+        """Return whether a weight with one of these ids has a shadow, even one that no longer fits."""
         return not self._entries.keys().isdisjoint(keys)
 
     def marks_of(self, weights: Iterable[Tensor]) -> list[object]:
-        """For each weight an object that is there for as long as its shadow is, or None."""
+        """Return for each weight an object that lives as long as its shadow, or None without a shadow."""
         return [*map(self._entries.get, map(id, weights))]
 
     def made_on(self, stream: torch.cuda.Stream | None) -> bool:
-        """Whether every shadow was made on this CUDA stream: else a graph captured there cannot hold its backward."""
+        """Return whether every shadow was made on this CUDA stream: else a graph captured on it lacks the backward."""
         return all(entry.stream == stream for entry in [*self._entries.values()])
 
     def note_stepping(self, weights: Iterable[Tensor]) -> None:
-        """They are about to change: until ``note_written`` says otherwise, their shadows are stale."""
+        """Note that these weights are about to change: their shadows are stale until ``note_written``."""
         with self._lock:
             keys = self._entries.keys() & {*map(id, weights)}
             self._written -= keys
@@ -172,7 +172,7 @@ class ShadowStore:
             self._stale = True
 
     def note_written(self, weights: Iterable[Tensor]) -> None:
-        """Their shadows were just written: the next forwards need not copy them."""
+        """Note that the shadows of these weights were just written: the next forwards need not copy them."""
         written: list[tuple[Tensor, Entry]] = []
         with self._lock:
             for weight in weights:
@@ -186,7 +186,7 @@ class ShadowStore:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Between optimizer steps: after the first forward inside, copy only what shows a sign of change."""
+        """Accumulate gradients without a step: after the first forward inside, copy only on a sign of change."""
         self._accumulating += 1
         try:
             yield
@@ -200,7 +200,7 @@ class ShadowStore:
             self._drop(id(weight))
 
     def forget_moved(self) -> None:
-        """Drop the shadows of weights that lie elsewhere by now, and with them what keeps their old memory."""
+        """Drop the shadows of weights whose memory moved, which would keep the old memory alive."""
         with self._lock:
             self._divided(self._living(), everything=False)
 
@@ -213,7 +213,7 @@ class ShadowStore:
                 self._low_gradients,
                 self._unseen,
                 self._entries,
-                self._plans,
+                self._cached_reads,
                 self._samples,
                 self._looks,
                 self._stepped,
@@ -223,14 +223,14 @@ class ShadowStore:
             self._stale = False
 
     def _settle(self, weights: Sequence[Tensor], ids: tuple[int, ...]) -> list[Tensor]:
-        """``read`` when something changed, or might have."""
+        """Read weights one by one, because something changed or might have."""
         with self._lock:
             recording = self._entered and torch.is_grad_enabled()
-            if recording and not self._accumulating and (plan := self._plans.get(ids)) is not None:
-                if self._refreshed_by(plan, weights, ids):
+            if recording and not self._accumulating and (cached := self._cached_reads.get(ids)) is not None:
+                if self._refreshed_by(cached, weights, ids):
                     self._entered = False
-                    return plan.shadows.copy()
-                del plan  # see ``read``
+                    return cached.shadows.copy()
+                del cached  # see ``read``
             if recording or self._stale:
                 everything = recording and not self._held and any(e.requires_grad for e in [*self._entries.values()])
                 self._refresh_all(everything or self._stale)
@@ -253,39 +253,44 @@ class ShadowStore:
             distinct = {entry.key: (weight, entry) for weight, entry in zip(weights, lasting, strict=False)}
             looks = self._looks_at([*distinct.values()]) if len(lasting) == len(entries) else None
             if looks is None:
-                # No plan: the id of a temporary may come back as that of a weight.
+                # Not cached: the id of a temporary may come back as that of another weight.
                 pairs = zip(weights, entries, strict=True)
                 return [weight.to(self.dtype) if entry is None else entry.shadow for weight, entry in pairs]
-            plan = self._plans[ids] = Plan.of(weights, lasting, looks)
-            return plan.shadows.copy()
+            cached = self._cached_reads[ids] = CachedRead.of(weights, lasting, looks)
+            return cached.shadows.copy()
 
-    def _refreshed_by(self, plan: Plan, weights: Sequence[Tensor], ids: tuple[int, ...]) -> bool:
-        """Refresh everything by one plan: the usual case, a step of the optimizer on all weights and no other change.
+    def _refreshed_by(self, cached: CachedRead, weights: Sequence[Tensor], ids: tuple[int, ...]) -> bool:
+        """Refresh all shadows by one cached read, in the usual case: an optimizer stepped on all weights, nothing else.
 
-        False, and nothing was done: something else is the case.
+        Return False, and do nothing, in any other case.
         """
         known = len(self._entries)
-        if plan.distinct != known or plan.device is None or not any(plan.requires_grad) or not plan.fits(weights):
+        if (
+            cached.distinct != known
+            or cached.device is None
+            or not any(cached.requires_grad)
+            or not cached.fits(weights)
+        ):
             return False
-        changed, stepped, written = plan.changed(weights), len(self._stepped), len(self._written)
+        changed, stepped, written = cached.changed(weights), len(self._stepped), len(self._written)
         if changed is None or stepped not in (0, known) or written not in (0, 0 if changed or stepped else known):
             return False
-        if changed and any(self._entries[key].version != then for key, then in zip(ids, plan.versions, strict=True)):
-            return False  # copied since, by another plan: a copy that autograd sees would spoil a pending backward
-        if written and not same(plan.looks):
+        if changed and any(self._entries[key].version != then for key, then in zip(ids, cached.versions, strict=True)):
+            return False  # another read copied it meanwhile: a copy that autograd sees would break a pending backward
+        if written and not same(cached.looks):
             return False
         if not written:
-            note(plan.looks)
-            self._copy(lambda: plan.copy(weights, changed=changed or stepped > 0))
+            note(cached.looks)
+            self._copy(lambda: cached.copy(weights, changed=changed or stepped > 0))
         if changed:
-            for key, version in zip(ids, plan.note_versions(weights), strict=True):
+            for key, version in zip(ids, cached.note_versions(weights), strict=True):
                 self._entries[key].version = version
         self._stepped.clear()
         self._stale = False
         return True
 
     def _entry(self, weight: Tensor) -> Entry | None:
-        """The entry of a weight, made on first sight; None where it is to be cast afresh."""
+        """Return the entry of a weight, made on first sight; None if the weight is cast at each read."""
         key = id(weight)
         if key in self._entries or not is_lasting(weight):
             return self._entries.get(key)
@@ -308,7 +313,7 @@ class ShadowStore:
         self._stale = False
 
     def _living(self) -> list[tuple[Tensor, Entry]]:
-        """Weights and their entries, after letting go of dead weights.
+        """Drop the entries of dead weights; return the others with their weights.
 
         A frozen weight that is no parameter takes its entry along when it dies (`_forget`). Others are kept alive, by
         the edge of their shadow or by their entry: one that nobody else refers to is dead.
@@ -319,7 +324,7 @@ class ShadowStore:
         pairs: list[tuple[Tensor, Entry]] = []
         for entry, weight, count in zip(entries, weights, counts, strict=True):
             alone = count <= _HELD_BY_SHADOW_ONLY and not isinstance(entry.weight, weakref.ref)
-            # An edge that leads to another tensor by now: swap_tensors gave the weight another inside.
+            # Another id: swap_tensors moved the AccumulateGrad to another tensor.
             if weight is None or id(weight) != entry.key or alone:
                 self._drop(entry.key)
             else:
@@ -331,7 +336,7 @@ class ShadowStore:
         moving, resting = self._divided(pairs, everything)
         looks = self._looks_at(resting)
         if looks is None or not same(looks):
-            # Written past the version counters, and so may others be in whose samples it does not show.
+            # One was written past the version counters: others may be, too, without a change in their samples.
             self._written.clear()
             moving, _ = self._divided(self._living(), everything=True)
         if not moving:
@@ -343,7 +348,7 @@ class ShadowStore:
             targets, sources = copies.get(entry.device) or copies.setdefault(entry.device, ([], []))
             targets.append(entry.shadow if changed else entry.alias)
             sources.append(weight)
-        # Before the copy: a write by another thread meanwhile shows at the next look.
+        # Noted before the copy, so that a concurrent write by another thread shows at the next look.
         note(self._looks_at([(weight, entry) for weight, entry, _ in moving]) or ())
         self._copy(lambda: [foreach_copy_(*lists) for lists in copies.values()])
 
@@ -367,9 +372,9 @@ class ShadowStore:
         return moving, resting
 
     def _looks_at(self, pairs: list[tuple[Tensor, Entry]]) -> list[Look] | None:
-        """Return the comparisons of these weights, which lie where their entries say.
+        """Return the comparisons of these weights, whose addresses are those of their entries.
 
-        None: they are not made yet, and cannot be while a CUDA graph is captured.
+        None if they must be made and a CUDA graph is being captured.
         """
         key = tuple([id(entry) for _, entry in pairs])
         if (known := self._looks.get(key)) is not None:
@@ -391,26 +396,26 @@ class ShadowStore:
             with torch.no_grad():
                 copy()
         except BaseException:
-            self.clear()  # half copied, and the keys say otherwise
+            self.clear()  # half of the shadows are copied, which the notes do not tell
             raise
         self.refreshes += 1
 
     def _drop(self, key: int) -> None:
-        """Without the lock, since weakref callbacks come at any time: single dict operations only."""
+        """Drop an entry, without the lock, since weakref callbacks come at any time: by single dict operations only."""
         entry = self._entries.pop(key, None)
         if entry is not None and entry.row >= 0 and (rows := self._samples.get(entry.device)) is not None:
             rows.give_back(entry.row)
         self._looks.clear()
         for keys in (self._written, self._low_gradients, self._unseen):
             keys.discard(key)
-        for ids in [*self._plans]:
+        for ids in [*self._cached_reads]:
             if key in ids:
-                self._plans.pop(ids, None)
+                self._cached_reads.pop(ids, None)
 
     def _note_step(self, optimizer: Optimizer) -> None:
-        # Its weights that have gradients changed (fused kernels do not bump `_version`), unless it told by itself
-        # which. Others may have: an EMA is updated after a step, a wrapper copies its masters back; they are copied,
-        # but count as unchanged, so that a backward that waits for them goes on.
+        # Its weights with gradients changed (fused kernels do not bump `_version`), unless the optimizer told which
+        # itself. Others may have changed: an EMA is updated after a step, a wrapper copies its masters back. These are
+        # copied, but count as unchanged, so that a pending backward through them stays legal.
         with self._lock:
             if not (getattr(optimizer, "writes_shadows", False) or _was_skipped(optimizer)):
                 groups = (group["params"] for group in optimizer.param_groups)
@@ -426,40 +431,40 @@ class ShadowStore:
                 if entry.key in keys and not (self._stale and entry.key not in self._written) and entry.fits(weight)
             ]
             if not same(self._looks_at(pairs) or ()):
-                return  # the next read sees it too
+                return  # the samples show it, so the next read refreshes
             found = [(weight, entry) for weight, entry in pairs if entry.is_stale(weight)]
         if found:
             raise stale([weight for weight, _ in found], self.dtype, model)
 
 
 def _manages_part_of(module: torch.nn.Module, sharded: list[torch.nn.Module]) -> bool:
-    """Whether one of them is in the module, or around it: FSDP manages the weights of submodules too."""
+    """Return whether an FSDP module is in the module or around it: FSDP manages the weights of submodules too."""
     ours = {*map(id, module.modules())}
     return any(id(part) in ours for each in sharded for part in each.modules())
 
 
 def _was_skipped(optimizer: Optimizer) -> bool:
-    """Whether a scaler told a fused optimizer, whose step runs all the same, to change nothing. CPUs are asked."""
+    """Return whether a scaler made a fused optimizer's step change nothing; only flags on a CPU are read."""
     found: Tensor | None = getattr(optimizer, "found_inf", None)
     if found is None or found.device.type != "cpu":
         return False
     try:
         return bool(found)
-    except RuntimeError:  # while a step is recorded, no number can be asked for: it counts as a step
+    except RuntimeError:  # a recorded step has no values to read: it counts as a step
         return False
 
 
 def stores() -> list[ShadowStore]:
-    """Every live store of this process."""
+    """Return every live store of this process."""
     return [*_stores()]
 
 
 @functools.cache
 def _stores() -> weakref.WeakSet[ShadowStore]:
-    """Every live store, told of steps by one hook that is registered with the first of them.
+    """Return the set of live stores; on the first call register the hook that tells them of optimizer steps.
 
-    A hook of its own for each store would need no set, but would be removed when its store is collected, perhaps in
-    the middle of torch's loop over the hooks, which that breaks.
+    One hook for each store would need no set, but would be removed when its store is collected, perhaps in the middle
+    of torch's loop over the hooks, which that breaks.
     """
     stores: weakref.WeakSet[ShadowStore] = weakref.WeakSet()
 

@@ -32,7 +32,7 @@ _TRACING: Final = (DispatchModeKey.FAKE, DispatchModeKey.PROXY, DispatchModeKey.
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Observer:
+class Interceptor:
     """Tracer, mode or transform: its ``name`` in messages, and a function that is truthy while it is active.
 
     ``is_on`` asks about this thread. It is torch's own function where possible, since every call of a kernel asks.
@@ -51,17 +51,17 @@ def tracing_mode() -> object | None:
     return None
 
 
-COMPILER: Final = Observer("a compiler", torch.compiler.is_compiling)
-TRANSFORM: Final = Observer("a torch.func transform", function_transform_level)  # from 1; None: there is none
-DUAL: Final = Observer("forward-mode differentiation", lambda: forward_ad_level() >= 0)
-SCRIPT: Final = Observer("torch.jit.trace", jit_tracing_state)
-FX: Final = Observer("torch.fx.symbolic_trace", is_fx_tracing)
-TRACING: Final = Observer("a tracing mode", tracing_mode)
-PROXY: Final = Observer("a tracer", lambda: dispatch_modes() > 0 and get_proxy_mode() is not None)
-ANY_MODE: Final = Observer("a dispatch mode", dispatch_modes)
+COMPILER: Final = Interceptor("a compiler", torch.compiler.is_compiling)
+TRANSFORM: Final = Interceptor("a torch.func transform", function_transform_level)  # from 1; None: there is none
+DUAL: Final = Interceptor("forward-mode differentiation", lambda: forward_ad_level() >= 0)
+SCRIPT: Final = Interceptor("torch.jit.trace", jit_tracing_state)
+FX: Final = Interceptor("torch.fx.symbolic_trace", is_fx_tracing)
+TRACING: Final = Interceptor("a tracing mode", tracing_mode)
+PROXY: Final = Interceptor("a tracer", lambda: dispatch_modes() > 0 and get_proxy_mode() is not None)
+ANY_MODE: Final = Interceptor("a dispatch mode", dispatch_modes)
 
 
-def watcher(*asked: Observer) -> Observer | None:
+def watcher(*asked: Interceptor) -> Interceptor | None:
     """Return the first of these that is active in this thread, or None."""
     for each in asked:
         if each.is_on():

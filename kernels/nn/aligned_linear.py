@@ -1,7 +1,7 @@
-"""A linear with so many outputs that each row is whole 16 bytes: the logits of a vocabulary of 50257, say.
+"""Pads a linear's outputs so that each row is a multiple of 16 bytes, as for the logits of 50257 classes.
 
-Matrix products of low precision move 16 bytes at once on tensor cores. Of an odd number of outputs cuBLAS takes a
-kernel that reads and writes value by value. Here there are a few more, which nobody sees::
+Low-precision matrix products move 16 bytes at once on tensor cores. For an odd number of outputs cuBLAS takes a kernel
+that reads and writes value by value. Here a few hidden outputs are added::
 
     y = (x @ pad(weight).T)[:, :N]                y: [M, N], its rows ceil(N / 8) * 8 apart
     dx = pad(dy) @ pad(weight)
@@ -24,13 +24,13 @@ _LINE: Final = 16
 
 
 def aligned_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``, computed with as many outputs as whole 16 bytes hold.
+    """Return ``torch.nn.functional.linear``, computed with outputs padded to a multiple of 16 bytes.
 
     Args:
         input: [..., K] in float16 or bfloat16, as ``weight`` [N, K] and ``bias`` [N] or None are.
 
     Returns:
-        [..., N]: its rows lie further apart than N values where these are no whole 16 bytes.
+        [..., N]: its rows lie further apart than N values unless N values are a multiple of 16 bytes.
     """
     rows = input.reshape(-1, input.shape[-1])
     operands = (rows, weight) if bias is None else (rows, weight, bias)
@@ -40,19 +40,19 @@ def aligned_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 def pitch_of(columns: int, itemsize: int) -> int:
-    """The least number of columns that are whole 16 bytes."""
+    """Return the least number of columns, not below ``columns``, that is a multiple of 16 bytes."""
     return -(-columns * itemsize // _LINE) * _LINE // itemsize
 
 
 def padded(x: Tensor, dim: int = 0) -> Tensor:
-    """With zeros behind along a dimension, up to its pitch; ``x`` itself where none are lacking."""
+    """Return x with zeros appended along a dimension up to its pitch; ``x`` itself if none are lacking."""
     lacks = pitch_of(x.shape[dim], x.element_size()) - x.shape[dim]
     return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, lacks]) if lacks else x
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     y = F.linear(x, padded(weight), None if bias is None else padded(bias))
-    # No view: what is written in place is not to ask how it was made.
+    # Not a view to autograd: an in-place write to it must not rerun the slice.
     return y.new_empty(0).set_(y.untyped_storage(), 0, (len(x), len(weight)), y.stride())
 
 

@@ -1,4 +1,4 @@
-"""Batch norm, the sum with a residual, and relu, of which torch's three kernels each read and write everything::
+"""Fuses batch norm, the sum with a residual, and relu; torch's three kernels each read and write everything::
 
     y = relu?((x - mean) * rstd * weight + bias [+ residual])        rstd = 1 / sqrt(var + eps)
 
@@ -6,7 +6,7 @@ is one kernel after those of the statistics (batch_norm_statistics.py, two), rou
 is one kernel in all. The backward (batch_norm_backward.py) is two: sums over the batch, then dx. Convolutions come
 before and after, so channels_last, their own format, is what these kernels are for; contiguous tensors work as well.
 
-Of each element, at batch statistics and in bfloat16, these move::
+Bytes moved for each element, with batch statistics and in bfloat16::
 
                                     forward    backward    eager, forward     eager, backward
     batch norm                      6          10          6                  10
@@ -37,9 +37,9 @@ from fxprec.kernels.nn.batch_norm_tiles import (
     aligned,
     channel_terms,
     cut,
+    cut_arguments,
     dense,
     divided,
-    lie_of,
     like,
     normalized,
     program_place,
@@ -59,7 +59,7 @@ def batch_norm(
     residual: Tensor | None = None,
     relu: bool = False,
 ) -> Tensor:
-    """``relu?(torch.nn.functional.batch_norm(x, ...) [+ residual])``, with FP32 statistics.
+    """Return ``relu?(torch.nn.functional.batch_norm(x, ...) [+ residual])``, with FP32 statistics.
 
     Args:
         x: [N, C, *]; contiguous or channels_last, a copy is made of others. Like all tensors here float32, float16
@@ -128,7 +128,7 @@ def reference(
     relu: bool,
     training: bool,
 ) -> Tensor:
-    """``APPLY`` in plain torch, differentiable; in training its statistics are x's own, whatever ``mean`` says."""
+    """Compute ``APPLY`` in plain torch, differentiably; in training with x's own statistics in place of ``mean``."""
     mean, var = channel_statistics(x) if training else (mean.float(), spread.float())
     return _eager(x, mean, (var + eps).rsqrt(), weight, bias, residual, relu)
 
@@ -194,7 +194,7 @@ def launch(
     relu: bool,
     training: bool,
 ) -> Tensor:
-    """See ``APPLY``. Without Triton, or on a CPU, plain torch."""
+    """Run ``APPLY``; without Triton, or on a CPU, in plain torch."""
     x = dense(x)
     y = torch.empty_like(x)
     if x.numel() == 0:
@@ -204,14 +204,14 @@ def launch(
         return y.copy_(_eager(x, mean.float(), rstd, weight, bias, residual, relu))
     x = aligned(x)
     residual = None if residual is None else like(residual, x)
-    apply = _bound(*lie_of(x, FORWARD_BYTES, residual), eps, relu, training)
+    apply = _bound(*cut_arguments(x, FORWARD_BYTES, residual), eps, relu, training)
     apply(x, residual, packed(mean), packed(spread), packed(weight), packed(bias), y)
     return y
 
 
 @lru_cache(maxsize=1024)
 def _bound(*settings: Any) -> Bound:
-    """The kernel, of what ``cut`` takes, eps, relu and training."""
+    """Return the bound kernel for the arguments of ``cut``, eps, relu and training."""
     *lie, eps, relu, training = settings
     tiles = cut(*lie)
     return Bound(apply_kernel, tiles.grid, *tiles.numbers, eps, relu, training, *tiles.constants, **OPTIONS)

@@ -1,4 +1,4 @@
-"""The gradients of ``y = relu?((x - mean) * rstd * weight + bias [+ residual])`` in two kernels.
+"""Computes the gradients of ``y = relu?((x - mean) * rstd * weight + bias [+ residual])`` in two kernels.
 
 With ``dy' = dy where y > 0 else 0`` (without relu ``dy' = dy``), ``xhat = (x - mean) * rstd``, n elements a channel::
 
@@ -34,9 +34,9 @@ from fxprec.kernels.nn.batch_norm_tiles import (
     aligned,
     channel_terms,
     cut,
+    cut_arguments,
     dense,
     divided,
-    lie_of,
     like,
     normalized,
     over_tile,
@@ -48,7 +48,7 @@ _BLOCK_PARTS = 32
 
 @jit()
 def masked_gradient(gradient, value, y, offsets, inside, center, scale, shift, RELU: constexpr):
-    """dy' of a tile, fp32 [rows, columns]. gradient: its dy, in dy's dtype. value: its x, fp32. y: as dy, or None."""
+    """Return dy' of a tile, fp32 [rows, columns]. gradient: dy's, in its dtype. value: x's, fp32. y: as dy, or None."""
     result = gradient.to(tl.float32)
     if RELU:
         if y is None:
@@ -66,7 +66,7 @@ def sums_kernel(
     RELU: constexpr, TRAINING: constexpr, PLANAR: constexpr, VECTOR: constexpr,
     BLOCK_ROWS: constexpr, BLOCK_COLUMNS: constexpr,
 ):  # fmt: skip
-    """sum(dy') and sum(dy' * (x - mean)) of a part of each channel. Grid: (blocks of channels, parts).
+    """Sum dy' and dy' * (x - mean) over a part of each channel. Grid: (blocks of channels, parts).
 
     dy, x: fp32, fp16 or bf16 [N, C, *], both contiguous (PLANAR) or both channels_last, read once; summed in fp32.
     y: the same, or None: where it was positive is computed from x. dresidual: the same, written with dy', or None.
@@ -99,7 +99,7 @@ def sums_kernel(
 
 @jit()
 def added_up(partials, parts, channel, channels, BLOCK_PARTS: constexpr):
-    """The sum of a program's channels' parts, in a fixed order. partials: fp32 [parts, C]. Returns fp32 [block]."""
+    """Add up the parts of a program's channels, in a fixed order. partials: fp32 [parts, C]. Returns fp32 [block]."""
     lanes = tl.arange(0, BLOCK_PARTS)
     totals = tl.zeros((BLOCK_PARTS, channel.shape[0]), tl.float32)
     for start in range(0, parts, BLOCK_PARTS):
@@ -116,7 +116,7 @@ def inputs_kernel(
     RELU: constexpr, TRAINING: constexpr, PLANAR: constexpr, VECTOR: constexpr,
     BLOCK_ROWS: constexpr, BLOCK_COLUMNS: constexpr, BLOCK_PARTS: constexpr,
 ):  # fmt: skip
-    """dx, and from the partials dweight and dbias. Grid: (blocks of channels, parts; 1 without dx and dresidual).
+    """Write dx, and from the partials dweight and dbias. Grid: (blocks of channels, parts; 1 without dx, dresidual).
 
     dy, x, y, dresidual: as of ``sums_kernel``; dx: as x, written, or None.
     mean, spread, weight, bias: [C], see ``channel_terms``. partials: fp32 [2, parts, C], or None where TRAINING is not.
@@ -132,6 +132,7 @@ def inputs_kernel(
     if partials is not None:
         total = added_up(partials, parts, channel, channels, BLOCK_PARTS)
         product = added_up(partials + parts * channels, parts, channel, channels, BLOCK_PARTS) * rstd
+        # Every part adds the same sums up; the first part alone writes them.
         first = channel < tl.where(tl.program_id(1) == 0, channels, 0)
         if dbias is not None:
             tl.store(dbias + channel, total, mask=first)
@@ -172,7 +173,7 @@ def launch(
     affine: bool,
     residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``BACKWARD``. Without Triton, or on a CPU, plain torch."""
+    """Run ``BACKWARD``; without Triton, or on a CPU, in plain torch."""
     x = dense(x)
     dx, dweight, dbias, dresidual = fake(dy, x, y, mean, spread, weight, bias, input, affine, residual)
     if x.numel() == 0:
@@ -186,7 +187,7 @@ def launch(
     x, dy, y = aligned(x), like(dy, x), None if y is None else like(y, x)
     terms = packed(mean), packed(spread), packed(weight), packed(bias)
     summed = affine or (training and input)
-    parts, sums, inputs = _launches(*lie_of(x, BACKWARD_BYTES), eps, relu, training, input, summed, residual)
+    parts, sums, inputs = _launches(*cut_arguments(x, BACKWARD_BYTES), eps, relu, training, input, summed, residual)
     target, partials = dresidual if residual else None, None
     if summed:
         partials = torch.empty(parts, dtype=torch.float32, device=x.device)
@@ -202,11 +203,11 @@ def launch(
 
 @lru_cache(maxsize=1024)
 def _launches(*settings: Any) -> tuple[tuple[int, int, int], Bound, Bound]:
-    """Shape of the partials, and both kernels.
+    """Return the shape of the partials, and both bound kernels.
 
     Args:
-        settings: what ``cut`` takes, eps, relu, training; whether x's gradient is wanted, whether the first kernel
-            runs, and whether the residual's gradient is wanted.
+        settings: the arguments of ``cut``, eps, relu, training; whether x's gradient is wanted, the first kernel runs,
+            and whether the residual's gradient is wanted.
     """
     *lie, eps, relu, training, input, summed, residual = settings
     tiles = cut(*lie)
@@ -233,7 +234,7 @@ def _plain(
     relu: bool,
     training: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same formulas in plain torch."""
+    """Compute the same formulas in plain torch."""
     shape = (1, -1, *(1,) * (x.dim() - 2))
     others = [0, *range(2, x.dim())]
     center, rstd = mean.float(), spread.float() if training else (spread.float() + eps).rsqrt()

@@ -1,4 +1,4 @@
-"""Mean and ``1 / sqrt(variance + eps)`` of every channel, and the running statistics, in two kernels.
+"""Computes mean and ``1 / sqrt(variance + eps)`` of every channel, and updates running statistics, in two kernels.
 
 Kernel one reads x once. Each lane of a tile follows its own elements by Welford's updates, in FP32::
 
@@ -30,9 +30,9 @@ from fxprec.kernels.nn.batch_norm_tiles import (
     aligned,
     channel_mean,
     cut,
+    cut_arguments,
     dense,
     divided,
-    lie_of,
     over_tile,
     program_place,
 )
@@ -46,7 +46,7 @@ def statistics_kernel(
     x, partials, rows, columns, channels, pitch, rows_each, columns_each,
     PLANAR: constexpr, VECTOR: constexpr, BLOCK_ROWS: constexpr, BLOCK_COLUMNS: constexpr,
 ):  # fmt: skip
-    """Count, mean and M2 of a part of each channel. Grid: (blocks of channels, parts).
+    """Compute count, mean and M2 of a part of each channel. Grid: (blocks of channels, parts).
 
     x: fp32, fp16 or bf16 [N, C, *], contiguous (PLANAR) or channels_last, read once; accumulated in fp32.
     partials: fp32 [3, parts, C], written. The integers: see ``Tiles``.
@@ -128,10 +128,10 @@ def finish_kernel(
 def launch(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """See ``STATISTICS``. Without Triton, or on a CPU, plain torch."""
+    """Run ``STATISTICS``; without Triton, or on a CPU, in plain torch."""
     if x.numel() == 0:
         return x.new_zeros(x.shape[1], dtype=torch.float32), x.new_zeros(x.shape[1], dtype=torch.float32)
-    # An earlier evaluation's backward must not use them.
+    # They are overwritten: the backward of an earlier evaluation, which saved them, must raise.
     torch.autograd.graph.increment_version([each for each in (running_mean, running_var) if each is not None])
     if not can_launch(x.device):
         mean, var = channel_statistics(x)
@@ -142,7 +142,7 @@ def launch(
             running_var.copy_(momentum * (var * (count / (count - 1))) + (1.0 - momentum) * running_var.float())
         return mean, (var + eps).rsqrt()
     x = aligned(dense(x))
-    parts, statistics, finish = _launches(*lie_of(x, FORWARD_BYTES), eps)
+    parts, statistics, finish = _launches(*cut_arguments(x, FORWARD_BYTES), eps)
     partials = torch.empty(parts, dtype=torch.float32, device=x.device)
     mean = torch.empty(parts[-1:], dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
@@ -157,7 +157,7 @@ def launch(
 
 @lru_cache(maxsize=1024)
 def _launches(*settings: Any) -> tuple[tuple[int, int, int], Bound, Bound]:
-    """Shape of the partials, and both kernels, of what ``cut`` takes and eps."""
+    """Return the shape of the partials, and both bound kernels, for the arguments of ``cut`` and eps."""
     *lie, eps = settings
     tiles = cut(*lie)
     parts, channels = tiles.parts, tiles.channels
@@ -173,7 +173,7 @@ def _launches(*settings: Any) -> tuple[tuple[int, int, int], Bound, Bound]:
 
 
 def channel_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of every channel in plain torch, differentiable: float32 [C] each."""
+    """Return mean and biased variance of every channel in plain torch, differentiable: float32 [C] each."""
     var, mean = torch.var_mean(x.float(), dim=[0, *range(2, x.dim())], correction=0)
     return mean, var
 

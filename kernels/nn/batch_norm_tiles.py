@@ -1,4 +1,4 @@
-"""How batch norm's kernels walk over a tensor [N, C, *]: the same tiles for channels_last and for contiguous memory.
+"""Cuts a tensor [N, C, *] into the tiles of batch norm's kernels, for channels_last and for contiguous memory.
 
 A tile is BLOCK_ROWS x BLOCK_COLUMNS elements, columns adjacent in memory::
 
@@ -24,19 +24,19 @@ from torch import Tensor
 from fxprec.kernels.launch.triton_support import constant, constexpr, jit, tl
 
 WARPS: Final = 16
-#: Of every launch over tiles.
+#: Options of every launch over tiles.
 OPTIONS: Final = {"num_warps": WARPS, "enable_fp_fusion": False}
 #: Tiles on their way while one is computed: no multiprocessor hides the way to memory behind 16 warps otherwise.
 STAGES: Final = constant(3)
-#: Of a tile, of the operand whose elements are largest; times operands and stages it must fit shared memory (99 KiB on
-#: the smallest). The backward has more operands and keeps more of each in registers.
+#: Bytes of a tile, of the operand whose elements are largest; times operands and stages it must fit shared memory
+#: (99 KiB on the smallest). The backward has more operands and keeps more of each in registers.
 FORWARD_BYTES: Final = 16384
 BACKWARD_BYTES: Final = 8192
 _WIDEST: Final = 1024  # columns of a tile of contiguous memory, where there are rows to go with them
 _MOST_PARTS: Final = 256
-#: What Triton asks of a pitch, and of an address in bytes, before it reads several elements in one access.
+#: Divisor of a pitch, and of an address in bytes, for which Triton reads several elements in one access.
 _VECTOR: Final = 16
-#: Elements of a tile of which an access reads few.
+#: Elements of a tile whose accesses read at most ``_FEW`` elements each.
 _ALONE: Final = 4096
 _FEW: Final = 4
 #: Programs for each multiprocessor, which holds both at once if a thread has at most 64 registers.
@@ -45,7 +45,7 @@ _RESIDENT: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How one tensor is cut; ``grid`` is (blocks of channels, parts)."""
+    """Tiles of one tensor and the programs that take them; ``grid`` is (blocks of channels, parts)."""
 
     rows: int
     columns: int
@@ -56,34 +56,35 @@ class Tiles:
     planar: bool  # contiguous [N, C, *]
     block_rows: int
     block_columns: int
-    vector: int  # elements that divide a row and are no promise of Triton's, which knows of 16 alone; else 1
+    vector: int  # divides the columns, where Triton, which checks 16 alone, would not know; else 1
     grid: tuple[int, int]
 
     @property
     def parts(self) -> int:
+        """Programs that share a block of channels, each with a partial result."""
         return self.grid[1]
 
     @property
     def values(self) -> int:
-        """Elements of a channel."""
+        """Number of elements of a channel."""
         return self.rows * self.columns if self.planar else self.rows
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The integers that every kernel takes."""
+        """Integer arguments of every kernel."""
         return self.rows, self.columns, self.channels, self.pitch, self.rows_each, self.columns_each
 
     @property
     def constants(self) -> tuple[bool | int, ...]:
-        """PLANAR, VECTOR, BLOCK_ROWS and BLOCK_COLUMNS, which every kernel takes."""
+        """Constants of every kernel: PLANAR, VECTOR, BLOCK_ROWS and BLOCK_COLUMNS."""
         return self.planar, self.vector, self.block_rows, self.block_columns
 
 
-def lie_of(x: Tensor, size: int, *others: Tensor | None) -> tuple[tuple[int, ...], bool, int, int]:
-    """What ``cut`` goes by, of a tensor that ``dense`` returned, with at least one element.
+def cut_arguments(x: Tensor, size: int, *others: Tensor | None) -> tuple[tuple[int, ...], bool, int, int]:
+    """Return the arguments of ``cut`` for a tensor from ``dense`` with at least one element.
 
     Args:
-        size: bytes of a tile of it or of others.
+        size: bytes of a tile, of x or of one of ``others`` with larger elements.
     """
     width = x.itemsize
     for other in others:
@@ -94,10 +95,10 @@ def lie_of(x: Tensor, size: int, *others: Tensor | None) -> tuple[tuple[int, ...
 
 @lru_cache(maxsize=1024)
 def cut(shape: tuple[int, ...], contiguous: bool, programs: int, tile: int) -> Tiles:
-    """The tiles for at most ``programs`` programs, or one for each channel (block) if that is more.
+    """Cut a shape into tiles for at most ``programs`` programs, or one for each channel (block) if that is more.
 
     Args:
-        contiguous: or else channels_last; where it is both, what has the longer rows is taken.
+        contiguous: else channels_last; for a tensor that is both the format with the longer rows is taken.
         tile: elements, a power of two.
     """
     samples, channels = shape[:2]
@@ -108,6 +109,7 @@ def cut(shape: tuple[int, ...], contiguous: bool, programs: int, tile: int) -> T
     vector = gcd(positions if planar else channels, _VECTOR)
     if vector <= _FEW:  # each access has an address of its own, which takes registers
         tile = min(tile, _ALONE)
+    # One channel is one row of memory, whatever the samples.
     if planar and channels == 1 and samples * positions < 2**31:
         samples, positions = 1, samples * positions
     if planar:
@@ -136,7 +138,7 @@ def cut(shape: tuple[int, ...], contiguous: bool, programs: int, tile: int) -> T
 
 
 def dense(x: Tensor) -> Tensor:
-    """x [N, C, *] itself if it is contiguous or channels_last (of any rank), otherwise a copy that is."""
+    """Return x [N, C, *] itself if it is contiguous or channels_last (of any rank), otherwise a copy that is."""
     if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):
         return x
     if x.dim() != 4 and x.movedim(1, -1).is_contiguous():
@@ -145,15 +147,15 @@ def dense(x: Tensor) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, from ``dense``, at an address from which several elements may be read at once: itself or a copy.
+    """Return x, from ``dense``, or a copy of it, at an address that allows reading several elements at once.
 
-    Other tiles would do too, which spill less; but then an address would decide how a sum is rounded.
+    Other tiles would do too, and spill less; but then an address would decide how a sum is rounded.
     """
     return x.clone() if x.data_ptr() % _VECTOR else x
 
 
 def like(tensor: Tensor, x: Tensor) -> Tensor:
-    """A tensor of x's shape with x's strides, ``aligned``: itself or a copy. x: from ``dense``."""
+    """Return a tensor of x's shape with x's strides, ``aligned``: itself or a copy. x: from ``dense``."""
     if tensor.stride() == x.stride():
         return aligned(tensor)
     return torch.empty_like(x, dtype=tensor.dtype).copy_(tensor)
@@ -207,7 +209,7 @@ def program_place(columns, rows_each, columns_each, PLANAR: constexpr, BLOCK_COL
 
 @jit()
 def over_tile(values, PLANAR: constexpr):
-    """The sum of each channel's values in a tile. values: fp32 [rows, columns]. Returns fp32 [1] or [columns]."""
+    """Sum each channel's values in a tile. values: fp32 [rows, columns]. Returns fp32 [1] or [columns]."""
     total = tl.sum(values, axis=0)
     if PLANAR:
         total = tl.sum(total, axis=0, keep_dims=True)
@@ -216,9 +218,9 @@ def over_tile(values, PLANAR: constexpr):
 
 @jit()
 def channel_mean(counts, means, safe, PLANAR: constexpr):
-    """The mean of means. counts, means: fp32 [rows, columns]; safe: fp32 [channels], counts' sums, at least 1.
+    """Return the mean of means. counts, means: fp32 [rows, columns]; safe: fp32 [channels], counts' sums, at least 1.
 
-    In two steps, so that a mean far greater than the deviations from it costs them no digits.
+    In two steps, so that deviations keep their digits beside a far greater mean.
     """
     mean = over_tile(counts * means, PLANAR) / safe
     return mean + over_tile(counts * (means - mean[None, :]), PLANAR) / safe
@@ -226,7 +228,7 @@ def channel_mean(counts, means, safe, PLANAR: constexpr):
 
 @jit()
 def channel_values(pointer, channel, channels, OTHERWISE: constexpr):
-    """One value a channel, in fp32, or OTHERWISE where there is no tensor. pointer: fp32, fp16 or bf16 [C], or None."""
+    """Load one value a channel as fp32; OTHERWISE without a tensor. pointer: fp32, fp16 or bf16 [C], or None."""
     if pointer is None:
         values = tl.full(channel.shape, OTHERWISE, tl.float32)
     else:
@@ -236,7 +238,7 @@ def channel_values(pointer, channel, channels, OTHERWISE: constexpr):
 
 @jit()
 def channel_terms(mean, spread, weight, bias, channel, channels, eps, TRAINING: constexpr):
-    """mean, rstd, scale = rstd * weight and shift = bias: fp32 [channels of the program].
+    """Return mean, rstd, scale = rstd * weight and shift = bias: fp32 [channels of the program].
 
     mean: [C]. spread: [C], rstd with TRAINING, otherwise the variance. weight, bias: [C] or None. In fp32, fp16, bf16.
     """
@@ -251,5 +253,5 @@ def channel_terms(mean, spread, weight, bias, channel, channels, eps, TRAINING: 
 
 @jit()
 def normalized(x, center, scale, shift):
-    """``(x - mean) * scale + shift`` of a tile: fp32 [rows, columns]. The backward does it again, to the same bits."""
+    """Return ``(x - mean) * scale + shift`` of a tile, fp32 [rows, columns]; an FMA, for equal bits in the backward."""
     return tl.fma(x - center[None, :], scale[None, :], shift[None, :])

@@ -1,4 +1,4 @@
-"""Sums of columns that many programs have begun: their parts are added up in a fixed order, so with the same bits."""
+"""Finishes column sums that many programs began: adds up their parts in a fixed order, so with the same bits."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ def add_parts(parts: Tensor, sums: Sequence[Tensor]) -> None:
 
 @cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; elsewhere 2."""
+    """Return the number of multiprocessors of a GPU; 2 for other devices."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

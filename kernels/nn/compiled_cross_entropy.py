@@ -1,4 +1,4 @@
-"""Cross-entropy on a CPU as a compiled loop: ``cpu/cross_entropy.cpp``, of rows of logits with a label each.
+"""Runs cross-entropy on a CPU as a compiled loop, ``cpu/cross_entropy.cpp``, for rows of logits with a label each.
 
 A row stays in the cache between the passes over it, so that logits come from memory once forward and once backward,
 where torch's ops move some 20 bytes more for each. The first call compiles (``cpp``): 0.6 seconds, once a machine.
@@ -19,7 +19,7 @@ _SOURCE: Final = "cpu/cross_entropy.cpp"
 
 
 class _Logits(ctypes.Structure):
-    """As in the source."""
+    """Struct ``Logits`` of the C++ source."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("data", "labels")),
@@ -33,7 +33,7 @@ def launch_compiled(
     losses: Tensor | None, shares: Tensor | None, grad_output: Tensor | None, denominator: Tensor | None, scale: float,
     gradient: Tensor | None,
 ) -> None:  # fmt: skip
-    """What ``cross_entropy_kernels.launch`` does, of labels without class weights, with torch's number of threads.
+    """Run ``cross_entropy_kernels.launch`` for labels without class weights, with torch's number of threads.
 
     Raises:
         IndexError: a label outside of [0, C), as torch on a CPU.

@@ -1,7 +1,7 @@
-"""Max pooling on a CPU as a compiled loop: ``cpu/max_pool.cpp``, of channels that lie next to each other.
+"""Runs max pooling on a CPU as a compiled loop, ``cpu/max_pool.cpp``, for channels_last tensors.
 
-torch's writes eight bytes a result for the backward, which fills a gradient with zeros and adds to it. The first call
-compiles (``cpp``), once a machine.
+torch's kernel writes eight bytes a result for the backward, which fills a gradient with zeros and adds to it. The
+first call compiles (``cpp``), once a machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SOURCE: Final = "cpu/max_pool.cpp"
 
 
 def forward(x: Tensor, y: Tensor, where: Tensor | None, window: Sequence[int]) -> None:
-    """Write the maxima and, where they are asked for, their places.
+    """Write the maxima and, if ``where`` is given, their places in the windows.
 
     Args:
         x: bfloat16 or float32 [N, C, H, W], channels_last, on a CPU; y: its result, the same.
@@ -44,5 +44,5 @@ def backward(dy: Tensor, where: Tensor, dx: Tensor, window: Sequence[int]) -> No
 
 
 def _pool(x: Tensor, y: Tensor, window: Sequence[int]) -> Any:
-    """The source's struct, whose members are all int64."""
+    """Return the sizes as the struct of the C++ source, whose members are all int64."""
     return (ctypes.c_int64 * 12)(*x.shape, *y.shape[2:], *window)

@@ -1,4 +1,4 @@
-"""Rotary position embedding on a CPU as a compiled loop: ``cpu/rope.cpp``. The first call compiles (``cpp``)."""
+"""Runs rotary position embedding on a CPU as a compiled loop, ``cpu/rope.cpp``. The first call compiles (``cpp``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIZES: Final = (
 
 
 class _Rope(ctypes.Structure):
-    """As in the source."""
+    """Struct ``Rope`` of the C++ source."""
 
     _fields_ = tuple((name, ctypes.c_int64) for name in _SIZES)
 
@@ -30,7 +30,7 @@ def launch_compiled(
     x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, tables: Sequence[int], rotary: int, interleaved: bool,
     inverse: bool,
 ) -> None:  # fmt: skip
-    """Rotate x into out.
+    """Write the rotation of x to out.
 
     Args: see ``compiled_for``.
 
@@ -43,10 +43,12 @@ def launch_compiled(
 def compiled_for(
     x: Tensor, out: Tensor, cos: Tensor, tables: Sequence[int], rotary: int, interleaved: bool, inverse: bool
 ) -> Run:
-    """What rotates x into out, of tensors that lie like these, with torch's number of threads: (x, out, cos, sin).
+    """Return the rotation as a function of (x, out, cos, sin) with the shapes and strides of these.
+
+    It runs torch's number of threads.
 
     Args:
-        x, out: bfloat16 or float32 [B, H, T, D] on a CPU, columns next to each other.
+        x, out: bfloat16 or float32 [B, H, T, D] on a CPU, adjacent columns.
         cos: bfloat16 or float32 [..., T, columns], columns next to each other.
         tables: strides of cos's batch and positions and of sin's.
         rotary: columns that turn.

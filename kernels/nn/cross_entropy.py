@@ -1,8 +1,8 @@
-"""Cross-entropy of low-precision logits, in FP32: each logit is read once forward, and once to write its gradient.
+"""Computes cross-entropy of low-precision logits in FP32, reading each logit once forward and once backward.
 
-``torch.autocast`` casts logits to FP32 for the loss, since a low-precision sum over a vocabulary is no loss; eager then
-moves some 20 bytes a logit more than its value. Here logits are read as they are, computed in FP32 and never stored so.
-The forward saves the logits themselves and 12 bytes a row; the backward writes the gradient in the logits' dtype.
+``torch.autocast`` casts logits to FP32 for the loss, since a low-precision sum over a vocabulary is too inexact; eager
+mode then moves some 20 bytes a logit more. Here logits are loaded in their dtype and widened in registers. The forward
+saves the logits themselves and 12 bytes a row; the backward writes the gradient in the logits' dtype.
 
 With ``gradient_in_forward`` the forward writes the gradient while a row is at hand, and saves that instead. The
 backward then multiplies it by the gradient of the loss, which moves nothing where that is 1. The formulas are those of
@@ -34,7 +34,7 @@ def _forward(
     compiled: bool,
     gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the loss, the statistics, a mean's denominator (if any) and the gradient (if asked for)."""
+    """Return the loss, the statistics, a mean's denominator (if any) and the gradient (if asked for)."""
     soft, mean = target.is_floating_point(), reduction == "mean"
     loss, stats, denominator, result = _fake(logits, target, weight, ignore_index, reduction, gradient)
     rows = logits.new_empty((2, len(logits)), dtype=torch.float32)
@@ -80,7 +80,7 @@ def _fake(
 
 
 def _normalized_late(logits: Tensor) -> bool:
-    """Whether a gradient of the forward is that of the sum until the backward divides it by a mean's denominator.
+    """Return whether the forward's gradient is that of the sum, which the backward divides by a mean's denominator.
 
     float16 cannot hold gradients of a mean before the loss scale has multiplied them, which only the backward knows.
     """
@@ -166,7 +166,7 @@ def cross_entropy(
     gradient_in_forward: bool = False,
     compiled: bool = False,
 ) -> Tensor:
-    """``torch.nn.functional.cross_entropy`` in FP32, of logits in float32, float16 or bfloat16.
+    """Return ``torch.nn.functional.cross_entropy``, computed in FP32 from float32, float16 or bfloat16 logits.
 
     On a CUDA device a label that is no class gives a loss and a row of gradients of NaN (with TRITON_DEBUG=1 a failed
     assertion); elsewhere the function runs as plain torch, and raises as torch does. A row of ``ignore_index`` is not
@@ -220,6 +220,6 @@ def cross_entropy(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[rows, C] with classes next to each other; a view where that can be."""
+    """Return x as [rows, C] with adjacent classes, a view if possible."""
     x = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(x.shape[:-1].numel(), 0)
     return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()

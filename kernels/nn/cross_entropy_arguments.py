@@ -1,4 +1,4 @@
-"""What cross-entropy refuses, and how it says so."""
+"""Checks the arguments of cross-entropy and raises errors that say what to pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REDUCTIONS: Final = ("none", "mean", "sum")
 def check_arguments(
     logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
 ) -> bool:
-    """Refuse what ``cross_entropy`` cannot take. Returns whether the target is probabilities."""
+    """Raise for arguments that ``cross_entropy`` does not take; return whether the target is probabilities."""
     _check_settings("cross_entropy", reduction, label_smoothing)
     if logits.dim() == 0:
         raise ValueError("cross_entropy: logits must be [C], [N, C] or [N, C, d1, ...], got a 0-dim tensor.")
@@ -51,7 +51,7 @@ def check_arguments(
 
 
 def check_compiled(logits: Tensor, target: Tensor, weight: Tensor | None) -> None:
-    """Refuse what ``cross_entropy`` cannot take as a compiled loop."""
+    """Raise for arguments that the compiled loop of ``cross_entropy`` does not take."""
     if (
         logits.device.type != "cpu"
         or logits.dtype not in (torch.bfloat16, torch.float32)
@@ -69,7 +69,7 @@ def check_linear_arguments(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, reduction: str, label_smoothing: float,
     chunk: int | None,
 ) -> None:  # fmt: skip
-    """Refuse what ``linear_cross_entropy`` cannot take."""
+    """Raise for arguments that ``linear_cross_entropy`` does not take."""
     name = "linear_cross_entropy"
     _check_settings(name, reduction, label_smoothing)
     _check_labels(name, target, hidden.device)
@@ -93,7 +93,7 @@ def check_linear_arguments(
 
 
 def _check_settings(name: str, reduction: str, label_smoothing: float) -> None:
-    """Refuse an unknown reduction and a smoothing outside of [0, 1]; torch takes a negative one, as none at all."""
+    """Raise for an unknown reduction and a smoothing outside of [0, 1]; torch takes a negative one for none."""
     if reduction not in _REDUCTIONS:
         raise ValueError(f"{name}: reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}.")
     if not 0.0 <= label_smoothing <= 1.0:
@@ -101,7 +101,7 @@ def _check_settings(name: str, reduction: str, label_smoothing: float) -> None:
 
 
 def _check_labels(name: str, target: Tensor, device: torch.device) -> None:
-    """Refuse class indices of a dtype that torch does not take, or on another device than the logits."""
+    """Raise for class indices of a dtype that torch does not take, or on another device than the logits."""
     if target.dtype not in (torch.int64, torch.uint8):
         raise TypeError(f"{name}: class indices must be int64 or uint8, got {target.dtype}.")
     if target.device != device:

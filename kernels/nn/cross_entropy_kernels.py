@@ -1,7 +1,7 @@
-"""The kernel of cross-entropy: the loss of each row, its gradient, or both, by an online log-sum-exp over the columns.
+"""Launches the kernel of cross-entropy: losses of rows, gradients, or both, by an online log-sum-exp over columns.
 
-With ``a`` what the target gives each class (one-hot, smoothed, or probabilities; times the class weights) and
-``lse = log sum exp x``, a row's loss and gradient are ::
+Let ``a`` be the target's weight of each class (one-hot, smoothed, or probabilities; times the class weights) and
+``lse = log sum exp x``. A row's loss and gradient are ::
 
     loss = sum_c a_c * (lse - x_c) + z_loss * lse**2
     d loss / d x_c = (sum a + 2 * z_loss * lse) * exp(x_c - lse) - a_c
@@ -9,8 +9,8 @@ With ``a`` what the target gives each class (one-hot, smoothed, or probabilities
 A row's statistics, FP32: its largest logit and ``log sum exp(x - largest)``, which add up to ``lse`` but are not added:
 ``x - largest - log_sum`` is as exact far from zero as near it; and ``sum a``.
 
-Rows of any length at any address are read and written 16 bytes at a time: what lies before the first multiple of 16
-bytes in a row and after the last is a tile of its own (EDGES). Short rows share a program.
+Rows of any length at any address are read and written 16 bytes at a time: elements before the first multiple of 16
+bytes in a row and after the last form a tile of their own (EDGES). Short rows share a program.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cross_entropy_kernel(
     SOFT: constexpr, SMOOTHED: constexpr, FORWARD: constexpr, BACKWARD: constexpr, EDGES: constexpr,
     ALIGNED: constexpr, WHOLE: constexpr, VECTOR: constexpr, ROWS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """FORWARD: losses and statistics of ROWS rows; BACKWARD: their gradients. Grid: ceil(count / ROWS).
+    """Write losses and statistics (FORWARD), gradients (BACKWARD), or both of ROWS rows. Grid: ceil(count / ROWS).
 
     logits: fp32, fp16, bf16 [count, columns], rows logits_stride apart; computed in fp32. target: int64 or uint8
     [count], target_stride apart; or with SOFT fp32, fp16, bf16 [count, columns], rows target_stride apart.
@@ -180,8 +180,8 @@ def cross_entropy_kernel(
             )  # fmt: skip
 
 
-class Plan(NamedTuple):
-    """How a launch takes logits [N, C]."""
+class RowTiling(NamedTuple):
+    """Tile sizes and warps for logits [N, C]; ``edges`` and ``whole``: see the kernel."""
 
     edges: bool
     whole: bool
@@ -190,12 +190,12 @@ class Plan(NamedTuple):
     warps: int
 
 
-def plan(logits: Tensor, heavy: bool = False, both: bool = False) -> Plan:
-    """The plan for these logits: by columns, and by whether all rows start and end at multiples of 16 elements.
+def row_tiling(logits: Tensor, heavy: bool = False, both: bool = False) -> RowTiling:
+    """Choose the tiles by the number of columns, and by whether all rows start and end at multiples of 16 elements.
 
     Args:
-        heavy: every class has a part in the loss (smoothing, probabilities): sums that take registers.
-        both: forward and backward in one launch, which take more than one of them.
+        heavy: every class contributes to the loss (smoothing, probabilities), by sums that take registers.
+        both: forward and backward in one launch, which takes more registers than one of them.
     """
     columns = logits.shape[1]
     uneven = bool(columns % 16 or logits.stride(0) % 16 or logits.data_ptr() % 16)
@@ -204,11 +204,11 @@ def plan(logits: Tensor, heavy: bool = False, both: bool = False) -> Plan:
     block = min(longest, 1 << max(columns - 1, 15).bit_length())
     rows = max(1, _SHORT // block)
     edges = rows == 1 and uneven
-    return Plan(edges, columns <= block and not edges, rows, block, _WARPS if heavy or rows == 1 else _WARPS // 2)
+    return RowTiling(edges, columns <= block and not edges, rows, block, _WARPS if heavy or rows == 1 else _WARPS // 2)
 
 
 def starts_alike(a: Tensor, b: Tensor) -> bool:
-    """Whether each row of one matrix is as far from a multiple of 16 bytes as that row of the other."""
+    """Return whether each row of ``a`` is as far from a multiple of 16 bytes as the same row of ``b``."""
     apart = (a.stride(0) - b.stride(0)) * a.element_size()
     return a.dtype == b.dtype and (a.data_ptr() - b.data_ptr()) % 16 == apart % 16 == 0
 
@@ -231,10 +231,10 @@ def launch(
     target_gradient: Tensor | None = None,
     compiled: bool = False,
 ) -> None:
-    """Run the kernel on the current stream: forward where there are ``losses``, backward where there is ``gradient``.
+    """Run the kernel on the current stream: forward if ``losses`` is given, backward if ``gradient`` is.
 
-    Shapes and dtypes are the kernel's; the caller has checked them. Where no kernel runs, the same in plain torch, or
-    ``compiled``.
+    Shapes and dtypes are the kernel's; the caller has checked them. Without Triton plain torch runs, or with
+    ``compiled`` a C++ loop.
     """
     count, columns = logits.shape
     if compiled:
@@ -257,7 +257,7 @@ def launch(
         return launch(
             *settings, grad_output=grad_output, denominator=denominator, scale=scale, gradient=gradient
         )  # fmt: skip
-    edges, whole, rows, block, warps = plan(logits, soft or smoothed, losses is not None and gradient is not None)
+    edges, whole, rows, block, warps = row_tiling(logits, soft or smoothed, losses is not None and gradient is not None)
     with on_device(logits.device):
         cross_entropy_kernel[(-(-count // rows),)](
             logits, logits.stride(0), target, target.stride(0), weight, count, columns, ignore_index,

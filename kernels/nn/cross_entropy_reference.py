@@ -1,4 +1,4 @@
-"""Cross-entropy in plain torch: torch's own, which autograd differentiates at will, and the kernel's formulas."""
+"""Computes cross-entropy in plain torch: a reference that can be differentiated, and the kernel's formulas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Elements that are computed at once: 1 MB in FP32.
+#: Elements computed at once: 1 MB in FP32, which fits into a cache.
 _AT_ONCE: Final = 1 << 18
 
 
@@ -23,7 +23,7 @@ def reference(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """The same in plain torch: logits of any shape that torch takes, float64 included; computed in FP32 or FP64."""
+    """Return the loss by torch's own ops, in FP32 or, for float64, FP64; logits of any shape that torch takes."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     x = logits.to(dtype)
     soft = target.is_floating_point()
@@ -42,7 +42,7 @@ def reference(
 
 
 def count_targets(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """A mean's denominator: how many labels are not ``ignore_index``, or their classes' weights. FP32, 0-dim.
+    """Return a mean's denominator: the number, or class weights, of labels that are not ignored. FP32, 0-dim.
 
     A label that is no class weighs nothing here: its own loss is NaN.
     """
@@ -59,7 +59,7 @@ def launch_in_torch(
     stats: Tensor, losses: Tensor | None, shares: Tensor | None, grad_output: Tensor | None,
     denominator: Tensor | None, scale: float, gradient: Tensor | None, target_gradient: Tensor | None,
 ) -> None:  # fmt: skip
-    """What ``cross_entropy_kernels.launch`` does, where no kernel runs; some rows at a time, which fit into a cache.
+    """Run ``cross_entropy_kernels.launch`` in plain torch, on as many rows at a time as fit into a cache.
 
     Raises:
         IndexError: a target outside of [0, C), as torch on a CPU.
@@ -90,7 +90,7 @@ def check_bounds(target: Tensor, columns: int, ignore_index: int) -> None:
 
 
 def factors(stats: Tensor, scale: float, grad_output: Tensor | None, denominator: Tensor | None) -> Tensor:
-    """What each row's gradient is multiplied by: FP32, [rows], on the device of the rows' statistics, [3, rows]."""
+    """Return the factor of each row's gradient: FP32 [rows], on the device of the rows' statistics, [3, rows]."""
     factor = stats.new_full(stats.shape[1:], scale)
     if grad_output is not None:
         factor *= grad_output
@@ -109,7 +109,7 @@ def _run_plain(
     logits: Tensor, target: Tensor, ignore_index: int, stats: Tensor, losses: Tensor | None, shares: Tensor | None,
     factor: Tensor, gradient: Tensor | None,
 ) -> None:  # fmt: skip
-    """The usual case, labels and nothing else, by torch's softmax kernels: a third of the passes of ``_run_rows``."""
+    """Compute the usual case, labels alone, by torch's softmax kernels: a third of the passes of ``_run_rows``."""
     live = target != ignore_index
     label = torch.where(live, target, 0).long()[:, None]
     share = live.float()
@@ -145,13 +145,13 @@ def _run_rows(
     stats: Tensor, losses: Tensor | None, shares: Tensor | None, factor: Tensor, gradient: Tensor | None,
     target_gradient: Tensor | None,
 ) -> None:  # fmt: skip
-    """Any case, on some rows. ``factor``: of each row's gradient."""
+    """Compute any case on some rows, by the kernel's formulas. ``factor``: of each row's gradient."""
     x = logits.to(torch.float32, copy=True)  # overwritten on the way
     columns = x.shape[1]
     soft = target.is_floating_point()
     weights = x.new_ones(()) if weight is None else weight.float()
     keep, spread = 1.0 - label_smoothing, label_smoothing / columns
-    given: Tensor | None = None  # what the target gives each class, less the one-hot part
+    given: Tensor | None = None  # the target's weight of each class, without the one-hot part
     live, label, hit = None, None, None
     if soft:
         given = (target.float() * keep + spread) * weights
@@ -172,6 +172,7 @@ def _run_rows(
         stats.copy_(torch.stack((largest, log_sum, mass if hit is None else hit + mass)))
     largest, log_sum, mass = stats
     lse = largest + log_sum
+    # log softmax in place, by two subtractions: largest + log_sum would round away digits far from zero.
     place = x.sub_(largest[:, None]).sub_(log_sum[:, None]) if gradient is not None or given is not None else None
     if losses is not None:
         loss = z_loss * lse * lse

@@ -1,4 +1,4 @@
-"""What cross-entropy's kernel does with a tile of logits: take it into the sums of its rows, or write its gradient."""
+"""Processes a tile of logits in cross-entropy's kernel: adds it to the sums of its rows, or writes its gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 
 @jit()
 def row_middle(row, columns, VECTOR: constexpr):
-    """The part of a row that is whole runs of 16 bytes: a pointer to it, its first column, how many columns (int32).
+    """Return the part of a row made of whole 16-byte runs: its pointer, first column and number of columns (int32).
 
     row: pointer to the row's first column, at any address. VECTOR: elements in 16 bytes.
     """
@@ -17,7 +17,7 @@ def row_middle(row, columns, VECTOR: constexpr):
 
 @jit()
 def edge_places(before, width, columns, VECTOR: constexpr):
-    """The other columns, fewer than VECTOR at either end: numbers int32 and whether they are any, [1, 2 * VECTOR]."""
+    """Return the other columns, fewer than VECTOR at either end: int32 numbers and their mask, [1, 2 * VECTOR]."""
     edge = tl.arange(0, 2 * VECTOR)[None, :]
     places = tl.where(edge < VECTOR, edge, before + width + edge - VECTOR)
     return places, tl.where(edge < VECTOR, edge < before, places < columns)
@@ -25,7 +25,7 @@ def edge_places(before, width, columns, VECTOR: constexpr):
 
 @jit()
 def spread_tile(targets, weight, columns, inside, keep, spread, SOFT: constexpr, SMOOTHED: constexpr):
-    """What the target gives each class of a tile, less the one-hot part: fp32 of the tile's shape, or [1, 1] for all.
+    """Return the target's weight of each class in a tile without the one-hot part: fp32 [R, B], or [1, 1] if all equal.
 
     targets: pointers [R, 1] to rows of probabilities (fp32, fp16, bf16), read where SOFT. weight: fp32, fp16, bf16
     [C] or None. columns: int32 [1, B], the tile's. inside: int1 [R, B]. keep, spread: fp32 scalars.
@@ -47,7 +47,7 @@ def sum_tile(
     largest, total, linear, mass, lanes, linear_lanes, mass_lanes,
     SOFT: constexpr, SMOOTHED: constexpr, LANES: constexpr,
 ):  # fmt: skip
-    """Take a tile into its rows' sums. Returns the last line of its tensors, new.
+    """Add a tile to its rows' sums; return the tensors of the second line of arguments, updated.
 
     x: fp32 [R, B], -inf outside. columns, inside, targets, weight, keep, spread: ``spread_tile``'s.
     origin: fp32 [R], what x counts from in the linear sum: any number near x keeps it exact.

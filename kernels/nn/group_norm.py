@@ -1,4 +1,4 @@
-"""Group norm, with SiLU in the same pass, of contiguous and channels_last tensors.
+"""Computes group norm, with SiLU in the same pass, of contiguous and channels_last tensors.
 
     z = (x - mean) * rstd * weight + bias              mean and variance of C/groups channels times all pixels
     y = z * sigmoid(z)                                 or y = z
@@ -6,7 +6,7 @@
     n = (x - mean) * rstd      dz = dy * silu'(z)      g = dz * weight
     dx = rstd * (g - mean(g) - n * mean(g * n))        dweight = sum of dz * n      dbias = sum of dz
 
-What diffusion models run before every convolution: eager mode casts to FP32, normalises, casts back, and reads and
+Diffusion models run this before every convolution: eager mode casts to FP32, normalises, casts back, and reads and
 writes again for SiLU; in channels_last its group norm first copies to contiguous. Here x is read and y written once
 where a group fits in registers (``FORWARD_ELEMENTS``), else x is read twice, the second time mostly from a cache. z is
 not saved: the backward reads dy and x, once or twice likewise, and computes it again. Of channels_last tensors that are
@@ -31,15 +31,15 @@ from fxprec.kernels.nn.column_sums import add_parts, processors
 from fxprec.kernels.nn.group_norm_kernels import group_backward_kernel, group_forward_kernel
 from fxprec.kernels.nn.group_norm_slabs import Slabs
 
-#: Elements up to which a group is one tile, in powers of two of channels and pixels.
+#: Largest group that is one tile, in elements, with channels and pixels rounded up to powers of two.
 FORWARD_ELEMENTS: Final = 16384
 BACKWARD_ELEMENTS: Final = 8192
 _TILE: Final = 4096
-#: Of a tile of a slab.
+#: Bytes of a tile of a slab.
 _SLAB_BYTES: Final = 8192
-#: Of a group that its program reads a second time from the multiprocessor's own cache.
+#: Bytes of a group that its program reads a second time from the multiprocessor's own cache.
 _NEAR_BYTES: Final = 32768
-#: What Triton asks of a number of channels before it reads several at once.
+#: Divisor of the number of channels for which Triton reads several at once.
 _VECTOR: Final = 16
 #: Programs that a grid may have in its first dimension: one for each group of each sample.
 _MOST_GROUPS: Final = 2**31 - 1
@@ -54,7 +54,7 @@ def group_norm(
     *,
     silu: bool = False,
 ) -> Tensor:
-    """``F.group_norm(x)``, or ``F.silu`` of it, computed in FP32 and rounded once.
+    """Return ``F.group_norm(x)``, or ``F.silu`` of it, computed in FP32 and rounded once.
 
     On a CPU, and where Triton is missing, it runs as plain torch.
 
@@ -86,7 +86,7 @@ def group_norm(
 def reference(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float = 1e-5, silu: bool = False
 ) -> Tensor:
-    """The same in plain torch, which can be differentiated."""
+    """Compute group norm and SiLU in plain torch, differentiably."""
     # torch's own for channels_last is less exact on a CPU, hence contiguous.
     z = F.group_norm(x.float().contiguous(), num_groups, _float(weight), _float(bias), eps)
     return (F.silu(z) if silu else z).to(x.dtype)
@@ -239,7 +239,7 @@ def _memory_format(x: Tensor) -> torch.memory_format:
 def _cut(
     x: Tensor, num_groups: int, memory_format: torch.memory_format, elements: int, numbers: int
 ) -> tuple[int, Tensor | None, dict[str, Any]]:
-    """Programs a group, room for as many numbers of each where there are several, and the constants of a launch."""
+    """Return the programs a group, memory for their partial sums if there are several, and a launch's constants."""
     groups, channels, pixels = x.shape[0] * num_groups, x.shape[1] // num_groups, prod(x.shape[2:])
     last = memory_format != torch.contiguous_format
     whole, ct, pt, warps = _tile(channels, pixels, last, elements)
@@ -252,11 +252,11 @@ def _cut(
 
 
 def _tile(channels: int, pixels: int, last: bool, elements: int) -> tuple[bool, int, int, int]:
-    """Whether a group is one tile, channels and pixels of a tile (powers of two), and warps for it."""
+    """Return whether a group is one tile, a tile's channels and pixels (powers of two), and its warps."""
     ct, pt = (1 << (n - 1).bit_length() for n in (channels, pixels))
     whole = ct * pt <= elements
     if not whole:
-        # All along memory, as far as a tile goes; of the other axis what is left of it.
+        # As long as possible along memory, up to a whole tile; the other axis gets the rest.
         inner = min(ct if last else pt, _TILE)
         outer = min(pt if last else ct, _TILE // inner)
         ct, pt = (inner, outer) if last else (outer, inner)
@@ -265,8 +265,10 @@ def _tile(channels: int, pixels: int, last: bool, elements: int) -> tuple[bool, 
 
 
 def _slabs(x: Tensor, num_groups: int, memory_format: torch.memory_format, elements: int) -> Slabs | None:
-    """How x is cut into slabs; None where programs take groups: it is contiguous, or a group is one tile of so many
-    elements, or its rows are whole runs of 16 bytes and it is read again from what a multiprocessor keeps.
+    """Cut x into slabs, or return None if programs take groups.
+
+    They do if x is contiguous, if a group is one tile of at most ``elements``, or if its rows are whole 16-byte runs
+    and the second read of it hits the multiprocessor's cache.
     """
     samples, channels, pixels = x.shape[0], x.shape[1], prod(x.shape[2:])
     row = channels // num_groups * x.itemsize
@@ -282,7 +284,7 @@ def _slabs(x: Tensor, num_groups: int, memory_format: torch.memory_format, eleme
 
 
 def _shares(groups: int, pixels: int, pt: int, device: torch.device) -> int:
-    """Programs a group or slab: enough for the device, each of which has four tiles of pixels or more; at most 64."""
+    """Return the programs a group or slab: enough to fill the device, with four tiles each or more; at most 64."""
     return max(1, min(-(-4 * processors(device) // groups), pixels // (4 * pt), 64))
 
 

@@ -1,4 +1,4 @@
-"""Group norm with SiLU behind it: the kernels, for contiguous and for channels_last tensors.
+"""Kernels of group norm with SiLU behind it, for contiguous and for channels_last tensors.
 
 A group is CPG channels times P pixels of one sample. Its tiles are [CT channels, PT pixels] of a contiguous tensor and
 [PT, CT] of a channels_last one, so that the last axis of a tile is that of memory. A group of one tile (WHOLE) is read
@@ -13,7 +13,7 @@ from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 
 @jit()
 def group_place(groups, pixels, CPG: constexpr, PT: constexpr, LAST: constexpr):
-    """This program's group: sample, first channel, first element, and its share [low, high) of the pixels."""
+    """Return this program's group: number, sample, first channel and element, and share [low, high) of the pixels."""
     program = tl.program_id(0)
     sample = (program // groups).to(tl.int64)
     channel = (program % groups) * CPG
@@ -25,7 +25,7 @@ def group_place(groups, pixels, CPG: constexpr, PT: constexpr, LAST: constexpr):
 
 @jit()
 def tile_places(channel, pixel, high, groups, pixels, CPG: constexpr, LAST: constexpr):
-    """Offsets from the group's first element, and which are inside of the share: int64 and int1, a tile.
+    """Return a tile's offsets from the group's first element (int64), and the mask of the share (int1).
 
     channel: int32 [CT], within the group. pixel: int32 [PT].
     """
@@ -40,7 +40,7 @@ def tile_places(channel, pixel, high, groups, pixels, CPG: constexpr, LAST: cons
 
 @jit()
 def channel_values(parameter, first, channel, NONE: constexpr, CPG: constexpr, LAST: constexpr):
-    """A parameter (fp32, fp16 or bf16 [C], or None: NONE) of these channels, to be multiplied with a tile. fp32."""
+    """Load a parameter (fp32, fp16 or bf16 [C], or None: NONE) of these channels as fp32, broadcastable to a tile."""
     if parameter is not None:
         value = tl.load(parameter + first + channel, mask=channel < CPG, other=0.0).to(tl.float32)
     else:
@@ -50,7 +50,7 @@ def channel_values(parameter, first, channel, NONE: constexpr, CPG: constexpr, L
 
 @jit()
 def share_statistics(x, low, high, groups, pixels, CPG: constexpr, LAST: constexpr, CT: constexpr, PT: constexpr):
-    """Mean, sum of squared distances from it and count of a share: fp32 scalars, lane by lane after Welford (1962).
+    """Return mean, sum of squared deviations and count of a share: fp32 scalars, lane by lane after Welford (1962).
 
     x: the group's first element.
     """
@@ -82,7 +82,7 @@ def group_forward_kernel(
     CPG: constexpr, LAST: constexpr, SILU: constexpr, WHOLE: constexpr, PHASE: constexpr, PARTS: constexpr,
     CT: constexpr, PT: constexpr,
 ):  # fmt: skip
-    """One group, or a share of it. Grid: (N * groups, S).
+    """Normalize one group, or a share of it. Grid: (N * groups, S).
 
     x: fp32, fp16 or bf16 [N, C, P], or [N, P, C] with LAST, read. weight, bias: fp32, fp16 or bf16 [C] or None, read.
     y: as x, written in phases 0 and 2. statistics: fp32 [2, N * groups], mean and rstd, written in phases 0 and 2.
@@ -144,7 +144,7 @@ def group_forward_kernel(
 
 @jit()
 def gradient_tile(dy, x, place, inside, mean, rstd, scale, shift, SILU: constexpr):
-    """A tile of n = (x - mean) * rstd and of the gradient of n * scale + shift, fp32; both 0 outside."""
+    """Return tiles of n = (x - mean) * rstd and of the gradient of n * scale + shift, fp32; both 0 outside."""
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     gradient = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
     value = tl.where(inside, (value - mean) * rstd, 0.0)
@@ -170,7 +170,7 @@ def group_backward_kernel(
     CPG: constexpr, LAST: constexpr, SILU: constexpr, WHOLE: constexpr, PHASE: constexpr, PARTS: constexpr,
     CT: constexpr, PT: constexpr,
 ):  # fmt: skip
-    """One group, or a share of it. Grid: (N * groups, S).
+    """Compute the gradients of one group, or of a share of it. Grid: (N * groups, S).
 
     dy, x: fp32, fp16 or bf16 [N, C, P], or [N, P, C] with LAST, read. weight, bias: fp32, fp16 or bf16 [C] or None,
     read (bias for SILU). statistics: fp32 [2, N * groups], read.

@@ -1,8 +1,8 @@
-"""Group norm of channels_last tensors whose groups no tile holds: programs take channels side by side, of any groups.
+"""Computes group norm of channels_last tensors with large groups: programs take adjacent channels, of any groups.
 
 A group's channels of one pixel are few bytes (10 channels: 20), and begin anywhere: a program that took a group read
 them four bytes at a time. Here a program takes a *slab*, CT channels and a share of the pixels of one sample, in tiles
-of PT pixels, each of whose rows is read 16 bytes at a time and some tiles ahead. It makes sums of each channel; a small
+of PT pixels, each of whose rows is read 16 bytes at a time and some tiles ahead. It sums over each channel; a small
 kernel adds up those of a group, and with its results each slab is read once more, mostly from a cache::
 
     forward     channel_statistics  ->  group_statistics  ->  normalize
@@ -33,10 +33,10 @@ _MERGED: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Slabs:
-    """How a tensor [N, C, *] of channels_last is cut; ``groups``: of a sample.
+    """Slabs of a channels_last tensor [N, C, *], and their tiles; ``groups``: of a sample.
 
     Attributes:
-        vector: what divides C and is no promise of Triton's, which knows of 16 alone; else 1.
+        vector: a divisor of C that Triton, which checks 16 alone, would not know; else 1.
         ct: channels of a slab, a power of two.
         pt: pixels of a tile, a power of two.
         shares: slabs of the same channels.
@@ -52,29 +52,32 @@ class Slabs:
     shares: int
 
     def grid(self) -> tuple[int, int]:
+        """Return the grid of the kernels over slabs."""
         return self.samples * -(-self.channels // self.ct), self.shares
 
     @property
     def rows(self) -> int:
-        """Of the sums of channels."""
+        """Number of rows of the sums of channels: one for each sample and share."""
         return self.samples * self.shares
 
     @property
     def each(self) -> int:
-        """Channels of a group."""
+        """Number of channels of a group."""
         return self.channels // self.groups
 
     def tile(self) -> dict[str, Any]:
+        """Return the constants of the kernels over slabs."""
         return {"VECTOR": self.vector, "CT": self.ct, "PT": self.pt, "num_warps": _WARPS}
 
     def merging(self) -> dict[str, int]:
+        """Return the constants of the kernels that add up the sums of a group."""
         parts = 1 << (self.shares - 1).bit_length()
         return {"CPG": self.each, "PARTS": parts, "BLOCK": min(1 << (self.each - 1).bit_length(), _MERGED // parts)}
 
 
 @jit()
 def slab_place(channels, pixels, CT: constexpr, PT: constexpr):
-    """A program's sample, channels [CT], share [low, high) of the pixels, and its row of the sums of channels.
+    """Return a program's sample, channels [CT], share [low, high) of the pixels, and row of the sums of channels.
 
     channels, pixels: int scalars. Grid: (N * cdiv(C, CT), S). The sample and the row are int64.
     """
@@ -89,7 +92,7 @@ def slab_place(channels, pixels, CT: constexpr, PT: constexpr):
 
 @jit()
 def tile_at(start, high, channel, channels, PT: constexpr):
-    """Offsets of a tile from the sample's first element, and which are inside: int64 and int1 [PT, CT]."""
+    """Return a tile's offsets from the sample's first element, and their mask: int64 and int1 [PT, CT]."""
     pixel = start + tl.arange(0, PT)
     inside = (pixel < high)[:, None] & (channel < channels)[None, :]
     return pixel.to(tl.int64)[:, None] * channels + channel[None, :], inside
@@ -97,7 +100,7 @@ def tile_at(start, high, channel, channels, PT: constexpr):
 
 @jit()
 def of_channels(parameter, channel, channels, NONE: constexpr):
-    """A parameter (fp32, fp16 or bf16 [C], or None: NONE) of these channels. Returns fp32 [CT]."""
+    """Load a parameter (fp32, fp16 or bf16 [C], or None: NONE) of these channels. Returns fp32 [CT]."""
     if parameter is not None:
         value = tl.load(parameter + channel, mask=channel < channels, other=0.0).to(tl.float32)
     else:
@@ -107,7 +110,7 @@ def of_channels(parameter, channel, channels, NONE: constexpr):
 
 @jit()
 def of_groups(numbers, total, sample, channel, channels, CPG: constexpr):
-    """The two numbers of each channel's group. numbers: fp32 [2, N * G]; total: N * G. Returns two fp32 [CT]."""
+    """Load the two numbers of each channel's group. numbers: fp32 [2, N * G]; total: N * G. Returns two fp32 [CT]."""
     group = numbers + sample * (channels // CPG) + channel // CPG
     there = channel < channels
     return tl.load(group, mask=there, other=0.0), tl.load(group + total, mask=there, other=0.0)
@@ -117,7 +120,7 @@ def of_groups(numbers, total, sample, channel, channels, CPG: constexpr):
 def channel_statistics_kernel(
     x, partials, channels, pixels, rows, VECTOR: constexpr, CT: constexpr, PT: constexpr
 ):  # fmt: skip
-    """Mean and sum of squared distances from it of each channel's share, lane by lane after Welford (1962).
+    """Compute mean and sum of squared deviations of each channel's share, lane by lane after Welford (1962).
 
     x: fp32, fp16 or bf16 [N, P, C], read. partials: fp32 [2, N * S, C], written. rows: N * S. Grid: (N * blocks, S).
     """
@@ -147,7 +150,7 @@ def channel_statistics_kernel(
 
 @jit()
 def group_place(groups, channels, start, parts, CPG: constexpr, PARTS: constexpr, BLOCK: constexpr):
-    """A program's group: offsets of a block of its channels' sums, int64 and int1 [PARTS, BLOCK], and the channels."""
+    """Return offsets of a block of the sums of this program's group, their mask, [PARTS, BLOCK], and the channels."""
     group = tl.program_id(0)
     lane = tl.arange(0, PARTS)
     inner = start + tl.arange(0, BLOCK)
@@ -161,7 +164,7 @@ def group_statistics_kernel(
     partials, statistics, groups, channels, pixels, rows, parts, share, eps,
     CPG: constexpr, PARTS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """Mean and ``1 / sqrt(variance + eps)`` of a group, of those of its channels' shares. Grid: (N * G,).
+    """Merge the shares of a group's channels into mean and ``1 / sqrt(variance + eps)``. Grid: (N * G,).
 
     partials: fp32 [2, N * S, C], read. statistics: fp32 [2, N * G], written. rows: N * S; parts: S, PARTS or fewer;
     share: pixels of each, of the last ones what is left. Merged after Chan, Golub and LeVeque (1983).
@@ -220,7 +223,7 @@ def channel_sums_kernel(
     dy, x, weight, bias, statistics, sums, channels, pixels, total, rows,
     CPG: constexpr, SILU: constexpr, VECTOR: constexpr, CT: constexpr, PT: constexpr,
 ):  # fmt: skip
-    """Of each channel's share the sums of dz * n and of dz (see ``group_norm``). Grid: (N * blocks, S).
+    """Sum dz * n and dz (see ``group_norm``) over each channel's share. Grid: (N * blocks, S).
 
     dy, x: fp32, fp16 or bf16 [N, P, C], read. weight, bias: fp32, fp16 or bf16 [C] or None.
     statistics: fp32 [2, N * G], read; total: N * G. sums: fp32 [2, N * S, C], written; rows: N * S.
@@ -249,7 +252,7 @@ def channel_sums_kernel(
 def group_sums_kernel(
     sums, weight, levels, groups, channels, rows, parts, number, CPG: constexpr, PARTS: constexpr, BLOCK: constexpr
 ):  # fmt: skip
-    """The means of g and of g * n of a group. Grid: (N * G,).
+    """Compute the means of g and of g * n of a group. Grid: (N * G,).
 
     sums: fp32 [2, N * S, C], read; rows: N * S; parts: S, PARTS or fewer. weight: fp32, fp16 or bf16 [C] or None.
     levels: fp32 [2, N * G], written. number: fp32 scalar, the elements of a group.
@@ -271,7 +274,7 @@ def input_gradient_kernel(
     dy, x, weight, bias, statistics, levels, dx, channels, pixels, total,
     CPG: constexpr, SILU: constexpr, VECTOR: constexpr, CT: constexpr, PT: constexpr,
 ):  # fmt: skip
-    """dx. Grid: (N * blocks, S).
+    """Write dx. Grid: (N * blocks, S).
 
     dy, x: fp32, fp16 or bf16 [N, P, C], read; dx: as x, written. weight, bias: fp32, fp16 or bf16 [C] or None.
     statistics, levels: fp32 [2, N * G], read; total: N * G.
@@ -296,7 +299,7 @@ def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, statistics: Tensor, cut: Slabs, eps: float,
     silu: bool,
 ) -> None:  # fmt: skip
-    """Launch the three kernels. x, y: [N, C, *], channels_last. statistics: float32 [2, N * G]. Parameters: packed."""
+    """Launch the forward. x, y: [N, C, *], channels_last. statistics: float32 [2, N * G]. Parameters: packed."""
     partials = torch.empty((2, cut.rows, cut.channels), dtype=torch.float32, device=x.device)
     total = cut.samples * cut.groups
     tiles = -(-cut.pixels // cut.pt)
@@ -316,7 +319,7 @@ def backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, dx: Tensor | None,
     dweight: Tensor | None, dbias: Tensor | None, cut: Slabs, silu: bool,
 ) -> None:  # fmt: skip
-    """Launch the kernels of the gradients that there are room for. dy, dx: as x; the others: see ``forward``."""
+    """Launch the kernels of the gradients that are not None. dy, dx: as x; the others: see ``forward``."""
     sums = torch.empty((2, cut.rows, cut.channels), dtype=torch.float32, device=x.device)
     total = cut.samples * cut.groups
     given = (dy, x, weight, bias, statistics)

@@ -1,4 +1,4 @@
-"""The last linear layer and its cross-entropy, a chunk of rows at a time: all logits are never in memory at once.
+"""Fuses the last linear layer and its cross-entropy, a chunk of rows at a time, so that logits are never all in memory.
 
 For each chunk the logits ``hidden @ weight.T + bias`` are made in the low dtype, cross-entropy's kernel writes their
 gradient over them, and two matmuls take it into those of hidden and weight, before the next chunk uses the same memory.
@@ -9,7 +9,7 @@ With reduction "none" each row's gradient of the loss is known in the backward o
 
 The gradient of the weight is summed in FP32 over the chunks. On CUDA a chunk's part of it comes from the matmul in
 FP32; on a CPU it is rounded to the low dtype first. Matmuls have up to seven classes more, whose weights and gradients
-are zeros: why, says ``aligned_linear``.
+are zeros; ``aligned_linear`` explains why.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SMALLEST: Final = 128
 
 
 def default_chunk(rows: int, features: int, classes: int) -> int:
-    """Rows of a chunk: a power of two, such that its logits are about twice the hidden states; at least 128."""
+    """Return the rows of a chunk: a power of two, with about twice as many logits as hidden states; at least 128."""
     wanted = max(_SMALLEST, 2 * rows * features // max(classes, 1))
     return 1 << (wanted.bit_length() - 1)
 
@@ -48,7 +48,7 @@ def reference(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """The same in plain torch, with all logits in memory, [N, D] and [V, D] to a loss; float64 too."""
+    """Compute the loss in plain torch, with all logits in memory, from [N, D] and [V, D]; float64 too."""
     dtype = hidden.dtype
     logits = F.linear(hidden, weight.to(dtype), None if bias is None else bias.to(dtype))
     return cross_entropy_reference.reference(logits, target, None, ignore_index, reduction, label_smoothing, z_loss)
@@ -58,7 +58,7 @@ def _run_chunks(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, label_smoothing: float,
     z_loss: float, chunk: int, losses: Tensor, grad_output: Tensor | None, gradients: tuple[Tensor | None, ...],
 ) -> None:  # fmt: skip
-    """Write the losses [N], and the gradients of hidden, weight and bias (FP32, those two) that are not None.
+    """Write the losses [N], and those gradients of hidden, weight and bias that are not None (the last two in FP32).
 
     Args:
         grad_output: of each loss, [N] at any distance; None for 1.
@@ -78,7 +78,7 @@ def _run_chunks(
         rows = slice(start, min(start + chunk, count))
         x = hidden[rows]
         whole = buffer[: len(x)]
-        logits = whole[:, :classes]  # behind them are zeros
+        logits = whole[:, :classes]  # the padded classes behind them are zeros
         if bias is None:
             torch.mm(x, weight.t(), out=whole)
         else:
@@ -88,7 +88,7 @@ def _run_chunks(
             losses=losses[rows], grad_output=None if grad_output is None else grad_output[rows],
             gradient=None if gradients == (None, None, None) else logits,
         )  # fmt: skip
-        whole[:, classes:] = 0  # NaN, where a row is not finite
+        whole[:, classes:] = 0  # they are NaN in rows of hidden that are not finite
         if of_hidden is not None:
             torch.mm(whole, weight, out=of_hidden[rows])
         if total is not None:
@@ -98,7 +98,7 @@ def _run_chunks(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b``, total in FP32."""
+    """Add ``a @ b`` to total, which is FP32."""
     if a.dtype == torch.float32:
         torch.addmm(total, a, b, out=total)
     elif a.device.type != "cuda":
@@ -111,7 +111,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @functools.cache
 def _adds_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch adds a low-precision product to an FP32 matrix: some want a low matrix there too."""
+    """Return whether this torch can add a low-precision product to an FP32 matrix: some versions refuse."""
     a = torch.zeros(16, 16, dtype=dtype, device=device)
     total = torch.zeros(16, 16, device=device)
     try:
@@ -135,7 +135,7 @@ def _forward(
     of_weight: bool,
     of_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the loss, a mean's denominator (if any) and the gradients of the sum that are asked for."""
+    """Return the loss, a mean's denominator (if any) and the gradients of the sum that are asked for."""
     wanted = (of_hidden, of_weight, of_bias)
     loss, denominator, *made = _fake(hidden, weight, target, bias, ignore_index, reduction, *wanted)
     losses = loss if reduction == "none" else hidden.new_empty(len(hidden), dtype=torch.float32)
@@ -162,7 +162,7 @@ def _fake(
 def _empty_gradients(
     hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool, of_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of hidden, weight and bias, without elements where none is asked for; the weight's has room for the width."""
+    """Allocate the gradients of hidden, weight and bias, empty if not wanted; the weight's has room for padding."""
     rows = (pitch_of(len(weight), hidden.itemsize), *weight.shape[1:]) if of_weight else (0,)
     return (
         hidden.new_empty(hidden.shape if of_hidden else (0,)),
@@ -249,7 +249,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk: int | None = None,
 ) -> Tensor:
-    """``cross_entropy(linear(hidden, weight, bias), target)`` without ever holding all logits.
+    """Return ``cross_entropy(linear(hidden, weight, bias), target)`` without ever holding all logits.
 
     Peak memory beside the inputs is a chunk's logits and the gradients, that of the weight in FP32. Labels that are no
     class, rows of ``ignore_index``, ``label_smoothing`` and ``z_loss`` are as in ``cross_entropy``. Under
@@ -287,5 +287,5 @@ def linear_cross_entropy(
 
 
 def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of that dtype, or float32 as it is: the op casts that itself, and makes its gradient in FP32."""
+    """Cast to the dtype unless x is float32, which the op casts itself to make its gradient in FP32."""
     return x if x.dtype == torch.float32 else x.to(dtype)

@@ -1,4 +1,4 @@
-"""Max pooling of channels_last, which saves one byte a result and nothing else: where in its window the maximum was.
+"""Computes max pooling of channels_last; saves only one byte a result: the place of the maximum in its window.
 
 ::
 
@@ -8,7 +8,7 @@
 torch saves x, eight bytes a result (an int64), and adds gradients up in a tensor that it fills with zeros before; of a
 U-Net's 28 ms on an H200 (32 x 256 x 256, bfloat16, torch 2.11, 2026-11-26) its poolings took 2.1; the bytes here take
 0.35. The backward asks each element which of its windows chose it: no atomics, so the same gradients each time.
-On a CPU it is torch's op, or a compiled loop (``compiled_max_pool``).
+On a CPU torch's op runs, or a compiled loop (``compiled_max_pool``).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from fxprec.kernels.nn import compiled_max_pool
 #: Elements of a tile, 8 a thread: 16 bytes of low ones.
 _TILE: Final = 1024
 _WARPS: Final = 4
-#: Elements of a window: their numbers are int8.
+#: Most elements of a window: their numbers are int8.
 LARGEST: Final = 127
-#: Pixels of all samples: theirs are int32, whose divisions are fast.
+#: Most pixels of all samples: their numbers are int32, whose divisions are fast.
 _PIXELS: Final = (1 << 31) - _TILE
 _ANY: Final = ["pixels", "height", "width", "out_height", "out_width"]
 
@@ -42,7 +42,7 @@ def pool_kernel(
     KH: constexpr, KW: constexpr, SH: constexpr, SW: constexpr, PH: constexpr, PW: constexpr,
     PIXELS: constexpr, CHANNELS: constexpr,
 ):  # fmt: skip
-    """PIXELS results of CHANNELS channels. Grid: (ceil(pixels / PIXELS), ceil(channels / CHANNELS)).
+    """Write PIXELS results of CHANNELS channels. Grid: (ceil(pixels / PIXELS), ceil(channels / CHANNELS)).
 
     x: fp32, fp16 or bf16 [samples, height, width, channels]. y: of its dtype, with out_height and out_width.
     where: int8 of y's shape, or None. pixels: samples * out_height * out_width. Compared in fp32; a NaN is a maximum.
@@ -77,7 +77,7 @@ def pool_backward_kernel(
     KH: constexpr, KW: constexpr, SH: constexpr, SW: constexpr, PH: constexpr, PW: constexpr,
     PIXELS: constexpr, CHANNELS: constexpr,
 ):  # fmt: skip
-    """Gradients of PIXELS elements of CHANNELS channels. Grid: (ceil(pixels / PIXELS), ceil(channels / CHANNELS)).
+    """Write gradients of PIXELS elements by CHANNELS channels. Grid: (cdiv(pixels, PIXELS), cdiv(channels, CHANNELS)).
 
     dy: fp32, fp16 or bf16 and where: int8, both [samples, out_height, out_width, channels].
     dx: fp32, fp16 or bf16 [samples, height, width, channels]. pixels: samples * height * width. Added up in fp32.
@@ -108,7 +108,7 @@ def max_pool2d(
     x: Tensor, kernel_size: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int] = (0, 0), *,
     compiled: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``torch.nn.functional.max_pool2d``, without dilation and of whole windows.
+    """Return ``torch.nn.functional.max_pool2d``, without dilation and of whole windows.
 
     Args:
         x: float32, float16 or bfloat16 [N, C, H, W], which is copied where it is not channels_last.
@@ -138,7 +138,7 @@ def max_pool2d(
 
 
 def why_not(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> str:
-    """Why ``max_pool2d`` refuses these sizes; "" where it does not."""
+    """Return why ``max_pool2d`` refuses these sizes, or ""."""
     if x.dim() != 4:
         return f"max_pool2d takes [N, C, H, W], got {tuple(x.shape)}."
     halves = all(0 <= 2 * p <= k for k, p in zip(kernel_size, padding, strict=True))
@@ -154,9 +154,9 @@ def why_not(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], paddin
 def backward_reference(
     dy: Tensor, where: Tensor, height: int, width: int, window: list[int], compiled: bool = False
 ) -> Tensor:  # fmt: skip
-    """The gradient of x, in plain torch that can be differentiated; in FP32 of a low dy, and not channels_last.
+    """Return the gradient of x in plain torch, differentiable; in FP32 for a low dy, and contiguous.
 
-    ``compiled``, of the op whose arguments these are, is one to it.
+    ``compiled`` is an argument of the op and changes nothing here.
     """
     rows, columns = _origins(where, window)
     number = where.long()
@@ -166,20 +166,20 @@ def backward_reference(
 
 
 def _origins(y: Tensor, window: list[int]) -> tuple[Tensor, Tensor]:
-    """Rows and columns of x at which the windows begin: [H, 1] and [W]."""
+    """Return the rows and columns of x at which the windows begin: [H, 1] and [W]."""
     _, _, sh, sw, ph, pw = window
     down, across = (torch.arange(size, device=y.device) for size in y.shape[2:])
     return down[:, None] * sh - ph, across * sw - pw
 
 
 def _out_sizes(x: Tensor, window: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of the result."""
+    """Return the rows and columns of the result."""
     kh, kw, sh, sw, ph, pw = window
     return (x.shape[2] + 2 * ph - kh) // sh + 1, (x.shape[3] + 2 * pw - kw) // sw + 1
 
 
 def _results(x: Tensor, window: list[int], saved: bool = True, compiled: bool = False) -> tuple[Tensor, Tensor]:
-    """y, and where: empty unless it is to be saved."""
+    """Allocate y, and the places of the maxima, empty unless they are saved."""
     shape = (*x.shape[:2], *_out_sizes(x, window))
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     return y, torch.empty_like(y, dtype=torch.int8) if saved else x.new_empty(0, dtype=torch.int8)

@@ -1,4 +1,4 @@
-"""Parts of a tensor, cut or joined, whose gradients and values move in words of up to 16 bytes.
+"""Splits and joins tensors with copies, also of gradients, in words of up to 16 bytes.
 
 Queries, keys and values are parts of one product::
 
@@ -27,22 +27,22 @@ from torch import Tensor
 
 __all__ = ["copy_wide", "join", "joins", "parts"]
 
-#: Dtypes that stand for so many bytes of a copy, the widest first.
+#: (bytes, dtype) of the words of a copy, the widest first.
 _WORDS: Final = ((16, torch.complex128), (8, torch.int64), (4, torch.int32))
 
 Take: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
 
 
 def parts(x: Tensor, take: Take) -> tuple[Tensor, ...]:
-    """``take(x)``.
+    """Return ``take(x)`` with a backward that copies each part's gradient once, to its place.
 
     Args:
-        x: whose memory the gradient is laid out as, where no two elements share it and none lie between them.
+        x: the gradient gets its memory layout if x is dense.
         take: x -> views of it that share no element, as ``torch.unbind`` and ``torch.split`` make them. It is called
             with the gradient, too.
 
     Returns:
-        the views. As those of ``torch.unbind`` they are not written in place where they have gradients.
+        the views. As those of ``torch.unbind`` they must not be written in place if they have gradients.
     """
     if torch.is_grad_enabled() and x.requires_grad:
         return _Parts.apply(x, take)
@@ -50,13 +50,13 @@ def parts(x: Tensor, take: Take) -> tuple[Tensor, ...]:
 
 
 def joins(tensors: Sequence[Tensor], dim: int) -> bool:
-    """Whether ``join`` serves: the dim is the innermost in memory, of all alike, and their rows hold whole words."""
+    """Return whether ``join`` supports these: the dim is innermost in the memory of all, and rows are whole words."""
     first = tensors[0]
     inner = dim % first.dim() if first.dim() else 0
     if any(x.dtype != first.dtype or x.device != first.device or x.dim() != first.dim() for x in tensors):
         return False
     if any(x.shape[:inner] + x.shape[inner + 1 :] != first.shape[:inner] + first.shape[inner + 1 :] for x in tensors):
-        return False  # torch says why not
+        return False  # torch.cat will raise
     layout = torch.channels_last if inner == 1 and first.dim() == 4 else torch.contiguous_format
     if inner != (1 if layout is torch.channels_last else first.dim() - 1):
         return False
@@ -65,7 +65,7 @@ def joins(tensors: Sequence[Tensor], dim: int) -> bool:
 
 
 def join(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """``torch.cat(tensors, dim)`` of tensors of one dtype that ``joins`` says yes to; gradients lie as they do."""
+    """Return ``torch.cat(tensors, dim)`` if ``joins`` is True; gradients have the tensors' memory layouts."""
     sizes = [x.shape[dim] for x in tensors]
     shape = [*tensors[0].shape]
     shape[dim] = sum(sizes)
@@ -75,7 +75,7 @@ def join(tensors: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def copy_wide(target: Tensor, source: Tensor) -> None:
-    """``target.copy_(source)`` of equal shapes; of equal dtypes in words of up to 16 bytes, where rows hold some."""
+    """Copy source to target, of equal shape; for equal dtypes in words of up to 16 bytes, if rows hold whole ones."""
     if target.dim() and target.stride(-1) != 1 and 1 in target.stride():
         inner = target.stride().index(1)
         target, source = target.movedim(inner, -1), source.movedim(inner, -1)
@@ -88,7 +88,7 @@ def copy_wide(target: Tensor, source: Tensor) -> None:
 
 
 def _holds(x: Tensor, size: int) -> bool:
-    """Whether its last dim is whole words of so many bytes, each of which begins at a multiple of them."""
+    """Return whether the last dim consists of whole, aligned words of ``size`` bytes."""
     item = x.element_size()
     apart = (x.shape[-1:], x.stride()[:-1], [x.storage_offset()]) if x.dim() and x.stride(-1) == 1 else None
     return apart is not None and size > item and not any(n * item % size for each in apart for n in each)
@@ -109,7 +109,7 @@ class _Parts(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """The transpose: a tensor like ``like`` whose parts are given; zeros where they are None."""
+    """Autograd function that joins parts into a tensor like ``like``, with zeros for None: the transpose of _Parts."""
 
     @staticmethod
     def forward(ctx: Any, like: Tensor, device: torch.device, take: Take, *given: Tensor | None) -> Tensor:
@@ -130,7 +130,7 @@ class _Whole(torch.autograd.Function):
 
 
 def _dense(part: Tensor) -> Tensor:
-    """Without room between its rows."""
+    """Return a dense copy of a part, unless a double backward is recorded, which the copy would break."""
     if torch.is_grad_enabled():
         return part
     result = torch.empty_like(part)

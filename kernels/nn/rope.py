@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., "RoFormer", 2021) of queries and keys, both in one launch.
+"""Applies rotary position embedding (Su et al., "RoFormer", 2021) to queries and keys, both in one launch.
 
 A pair (a, b) of a row at position t and its frequency's cos c and sin s become
 
@@ -31,14 +31,14 @@ from fxprec.kernels.nn.compiled_rope import compiled_for, launch_compiled
 #: Pairs of a tile, 8 a thread.
 _TILE: Final = 1024
 _WARPS: Final = 4
-#: Programs of a launch, at least: some four for each multiprocessor. Below that the heads are spread over programs.
+#: Fewest programs of a launch, some four for each multiprocessor: with fewer, heads are spread over programs.
 _PROGRAMS: Final = 528
 _ANY: Final = ["positions", "blocks", "q_heads", "k_heads", "chunk", "q_chunks"]
 
 
 @jit()
 def load_pairs(rows, inside, HALF: constexpr, POSITIONS: constexpr, BLOCK: constexpr):
-    """Neighbours, apart: two fp32 [P, BLOCK]. rows: fp32, fp16 or bf16 pointers [P, 1] to 2 * HALF columns each."""
+    """Load interleaved pairs: two fp32 [P, BLOCK]. rows: fp32, fp16 or bf16 pointers [P, 1] to 2 * HALF columns."""
     column = tl.arange(0, 2 * BLOCK)[None, :]
     both = tl.load(rows + column, mask=inside & (column < 2 * HALF), other=0.0).to(tl.float32)
     return tl.split(tl.reshape(both, (POSITIONS, BLOCK, 2)))
@@ -50,7 +50,7 @@ def rotate_heads(
     HALF: constexpr, DIM: constexpr, INTERLEAVED: constexpr,
     POSITIONS: constexpr, BLOCK: constexpr, PASS: constexpr,
 ):  # fmt: skip
-    """Heads from ``first`` to ``last`` of one batch entry, at positions ``position`` (int64 [P, 1], where ``inside``).
+    """Rotate heads ``first`` to ``last`` of a batch entry, at positions ``position`` (int64 [P, 1], where ``inside``).
 
     x, out: fp32, fp16 or bf16 [heads, positions, DIM], columns next to each other, with strides of heads and positions.
     c1, s1, c2, s2: fp32 [P, BLOCK], cos and sin for the first and second of each of the HALF pairs. Arithmetic in fp32.
@@ -85,7 +85,7 @@ def rope_kernel(
     HALF: constexpr, DIM: constexpr, WIDE: constexpr, INTERLEAVED: constexpr, INVERSE: constexpr,
     POSITIONS: constexpr, BLOCK: constexpr, PASS: constexpr,
 ):  # fmt: skip
-    """``chunk`` heads of q or of k at POSITIONS positions. Grid: (batch * blocks, q_chunks + chunks of k).
+    """Rotate ``chunk`` heads of q or of k at POSITIONS positions. Grid: (batch * blocks, q_chunks + chunks of k).
 
     q, q_out: fp32, fp16 or bf16 [batch, q_heads, positions, DIM], with three strides each; columns next to each other.
     k, k_out: the same with k_heads, or None. cos, sin: fp32, fp16 or bf16 [batch, positions, HALF or, with WIDE,
@@ -184,14 +184,16 @@ def rope_qk(
 
 
 def run_for(x: Tensor, turned: Tensor, tables: Sequence[Tensor], *, interleaved: bool) -> Run | None:
-    """``rope(turned, *tables, compiled=True)`` in x's shape, for tensors that lie like these and want no gradients.
+    """Return ``rope(turned, *tables, compiled=True)`` as a function of tensors like these, without gradients.
+
+    Its result has x's shape.
 
     Args:
         turned: x, or x with heads and positions exchanged, [B, H, T, D].
-        tables: cos and sin, views of what is given later.
+        tables: cos and sin, views of the tensors that the function gets.
 
     Returns:
-        what takes x and the two tensors of which the tables are views; None where ``rope`` copies one of them.
+        a function of x and the two tensors that the tables are views of; None if ``rope`` would copy one of them.
     """
     cos, sin = tables
     rotary = _check("rope", {"x": turned}, cos, sin, None)
@@ -211,14 +213,14 @@ def run_for(x: Tensor, turned: Tensor, tables: Sequence[Tensor], *, interleaved:
 
 
 def _steps(tables: Sequence[Tensor]) -> list[int]:
-    """Strides of the batch and of positions, of cos and then of sin."""
+    """Return the strides of the batch and of positions, of cos and then of sin."""
     return [s for t in tables for s in (t.stride(0) if t.dim() == 3 and t.shape[0] > 1 else 0, t.stride(-2))]
 
 
 def reference(
     x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool = False, inverse: bool = False
 ) -> Tensor:
-    """The same in plain torch, on any device, differentiable."""
+    """Rotate in plain torch, on any device, differentiably."""
     half = rotary_dim // 2
     turned, rest = x[..., :rotary_dim].float(), x[..., rotary_dim:]
     first, second = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, half), slice(half, None))
@@ -292,7 +294,7 @@ def _launch(
 
 @lru_cache(maxsize=1024)
 def _bound(rotary: int, interleaved: bool, inverse: bool, *lie: tuple[tuple[int, ...], tuple[int, ...]]) -> Bound:
-    """The kernel for q, perhaps k, what becomes of them, cos and sin, of which each has a shape and strides."""
+    """Return the bound kernel for (shape, strides) of q, maybe k, their results, cos and sin."""
     *both, cos, sin = [torch.empty_strided(*each, device="meta") for each in lie]
     four = [*map(_four, both)]
     pairs = [x for pair in zip(four[: len(four) // 2], four[len(four) // 2 :], strict=True) for x in pair]
@@ -311,14 +313,14 @@ def _bound(rotary: int, interleaved: bool, inverse: bool, *lie: tuple[tuple[int,
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """Columns next to each other, as they are."""
+    """Return x with adjacent columns and its negation resolved; a copy if need be."""
     if x.is_neg():
         x = x.resolve_neg()
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _shape(positions: int, dim: int, rotary: int) -> dict[str, int]:
-    """Block sizes: a tile of _TILE pairs, or of fewer where more columns pass than turn."""
+    """Return the block sizes: a tile of _TILE pairs, or of fewer if more columns pass than rotate."""
     block = 1 << (rotary // 2 - 1).bit_length()
     rest = 1 << (dim - rotary - 1).bit_length() if dim > rotary else 0
     count = max(1, min(2 * _TILE // max(2 * block, rest), 1 << (positions - 1).bit_length()))
@@ -326,7 +328,7 @@ def _shape(positions: int, dim: int, rotary: int) -> dict[str, int]:
 
 
 def _four(x: Tensor) -> Tensor:
-    """[B, H, T, D], a view."""
+    """Return x as [B, H, T, D], a view."""
     return x if x.dim() == 4 else x.unsqueeze(1) if x.dim() == 3 else x[None, None]
 
 

@@ -1,6 +1,6 @@
-"""A gradient that the forward has made, times what the backward learns: ``values * (grad_output / denominator)``.
+"""Scales a gradient computed in the forward by the backward's factor: ``values * (grad_output / denominator)``.
 
-The factor stays on the device. Where nobody can see the values again they are overwritten, and a factor of 1 moves
+The factor stays on the device. If no one can read the values again they are overwritten, and a factor of 1 moves
 nothing: a program reads it and ends. Otherwise the values are read once and the result is written once.
 """
 
@@ -17,7 +17,7 @@ from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_
 from fxprec.kernels.torch_internals import keeps_graph, storage_owners
 
 _BLOCK: Final = 4096
-#: Of the memory of a saved tensor: what the graph saved, what it hands out, and the storage object that asks.
+#: Owners of a saved tensor's memory: the graph's own tensor, the one it unpacks, and the storage object that asks.
 _OWNERS: Final = 3
 
 
@@ -67,7 +67,7 @@ _op = KernelOp("scaled_gradient", _scaled, _fake)
 
 
 def scaled_gradient(values: Tensor, factor: Tensor, denominator: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``values * (factor / denominator)`` in a backward, rounded once to ``dtype``.
+    """Return ``values * (factor / denominator)`` in a backward, rounded once to ``dtype``.
 
     Args:
         values: contiguous float32, float16 or bfloat16 that only this graph has saved. They are overwritten and
@@ -78,21 +78,21 @@ def scaled_gradient(values: Tensor, factor: Tensor, denominator: Tensor | None, 
     """
     if values.dtype == dtype and _last_look(values):
         with torch.no_grad():
-            values = values.detach()  # an output of the forward knows where it comes from; its gradient does not
+            values = values.detach()  # an output of the forward has a grad_fn, which its gradient must not have
             _launch(values, factor, denominator, values)
         return values
     return _op(values, factor, denominator, dtype)
 
 
 def wants_gradients_now() -> bool:
-    """Whether a forward should make gradients: neither a transform nor an export runs, whose backward is another."""
+    """Return whether a forward may make gradients: no transform or export runs, which have a backward of their own."""
     return torch.is_grad_enabled() and (
         not torch.compiler.is_exporting() if torch.compiler.is_compiling() else watcher(TRANSFORM) is None
     )
 
 
 def _last_look(values: Tensor) -> bool:
-    """Whether this backward is the last to see what its graph has saved, alone, and nothing records what it does."""
+    """Return whether this backward alone still reads its graph's saved tensors, and no tracer records it."""
     if type(values) is not Tensor or watcher(COMPILER, ANY_MODE) is not None or keeps_graph():
         return False
     owners = storage_owners(values)

@@ -1,4 +1,4 @@
-"""Adam and AdamW for all parameters in one launch: unscale, clip, update, and the low-precision copy, in one pass.
+"""Runs Adam and AdamW for all parameters in one launch: unscale, clip, update, and the low-precision copy.
 
 In FP32 it computes what torch's ``_fused_adam_`` and ``_fused_adamw_`` compute on a CPU with FMA, bit for bit: opmath
 FP32, hyper-parameters rounded to FP32 once, and per step
@@ -10,8 +10,8 @@ FP32, hyper-parameters rounded to FP32 once, and per step
 with the scalars of t and lr in FP64. (torch's CUDA kernel subtracts and raises betas in FP32: its v differs by up to
 6e-8 / (1 - beta2), relatively.) The gradient is only read: unlike torch's, the kernel leaves it scaled.
 
-Who counts the step: the kernel, so that there is no launch for it. All programs of a tensor read the count, and the
-last of them to finish writes it one higher. Where ``found_inf`` is set or a gradient is missing nothing is written:
+The kernel itself counts the step, which saves a launch: all programs of a tensor read the count, and the last of them
+to finish writes it one higher. If ``found_inf`` is set or a gradient is missing nothing is written:
 parameter, state, step and shadow keep their bits.
 """
 
@@ -46,7 +46,7 @@ _BLOCK: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class AdamSettings:
-    """What stays the same from step to step. ``decoupled``: AdamW's weight decay, else Adam's L2 term.
+    """Settings of Adam that stay the same from step to step. ``decoupled``: AdamW's weight decay, else an L2 term.
 
     ``rounding_seed``: round bfloat16 states stochastically with this seed; None rounds them to nearest.
 
@@ -74,7 +74,7 @@ class AdamSettings:
 
 @jit()
 def double(high, low):
-    """The fp64 that two fp32 scalars add up to."""
+    """Return the fp64 sum of two fp32 scalars."""
     return tl.full((), high, tl.float64) + tl.full((), low, tl.float64)
 
 
@@ -113,7 +113,7 @@ def adam_block(
     if AMSGRAD:
         before = tl.load(max_exp_avg_sq + offset, mask=mask).to(tl.float32)
         largest = tl.maximum(before, v, propagate_nan=tl.PropagateNan.ALL)
-        # Of what is stored, not of what is rounded again: no rounding error, and no drift by chance.
+        # The maximum of stored values is stored exactly: it gathers no rounding error and no random drift.
         kept = tl.maximum(before, v_stored.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
         tl.store(max_exp_avg_sq + offset, kept.to(STATE_DTYPE), mask=mask)
     denominator = tl.div_rn(tl.sqrt_rn(largest), correction) + eps
@@ -134,7 +134,7 @@ def adam_chunk(
     DECAY: constexpr, DECOUPLED: constexpr, AMSGRAD: constexpr, MAXIMIZE: constexpr, STOCHASTIC: constexpr,
     FROM_GRADIENT: constexpr, GRADIENT_ALIGNED: constexpr, WRITTEN_ALIGNED: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """Update a chunk of a tensor. ALIGNED: the address of the gradient, those of all that is written divide by 16."""
+    """Update a chunk of a tensor. ALIGNED: the addresses of the gradient, of all written tensors, divide by 16."""
     gradient = elements_at(address, start, GRADIENT_DTYPE, GRADIENT_ALIGNED)
     param = elements_at(tl.load(entry + PARAM), start, PARAM_DTYPE, WRITTEN_ALIGNED)
     exp_avg = elements_at(tl.load(entry + STATE), start, STATE_DTYPE, WRITTEN_ALIGNED)
@@ -204,7 +204,7 @@ def adam_kernel(
     correction = tl.sqrt(1.0 - power2).to(tl.float32)
     decay = (1.0 - rate * double(decay_high, decay_low)).to(tl.float32)
 
-    # Where some tensor of the launch is not aligned, each tensor goes by its own addresses.
+    # If some tensor of the launch is unaligned, each program decides by its own tensor's addresses.
     if ALIGNED:
         adam_chunk(
             address, entry, start, length, seed, step, scale, decay, step_size, correction, lerp_weight, beta2,
@@ -268,21 +268,21 @@ def launch(
             lerp_weight=lerp_weight, beta2=float(beta2), one_minus_beta2=1.0 - beta2, eps=float(settings.eps),
             seed=settings.rounding_seed or 0, DECAY=settings.weight_decay != 0, DECOUPLED=settings.decoupled,
             AMSGRAD=settings.amsgrad, MAXIMIZE=settings.maximize, STOCHASTIC=settings.rounding_seed is not None,
-            FROM_GRADIENT=from_gradient, **gradients.of_update(_BLOCK),
+            FROM_GRADIENT=from_gradient, **gradients.update_constants(_BLOCK),
         )  # fmt: skip
 
 
 def split(value: float) -> tuple[float, float]:
-    """A double as the sum of two FP32 values, 48 bits of it: kernels take scalars as FP32, and add these up in FP64.
+    """Split a double into two FP32 values, 48 bits of it: kernels take scalars as FP32, and add these up in FP64.
 
-    What FP32 cannot hold is (inf, 0).
+    A double beyond FP32's range becomes (inf, 0).
     """
     high = float32(value)
     return high, float32(value - high) if math.isfinite(high) else 0.0
 
 
 def float32(value: float) -> float:
-    """The FP32 value nearest to a double; infinite beyond FP32's range."""
+    """Return the FP32 value nearest to a double; infinite beyond FP32's range."""
     try:
         return struct.unpack("f", struct.pack("f", value))[0]
     except OverflowError:
@@ -290,7 +290,7 @@ def float32(value: float) -> float:
 
 
 def _lerp_weight(beta1: float) -> tuple[float, bool]:
-    """As torch's lerp: from the end that is nearer, so whether from the gradient, and the weight of the difference."""
+    """Return lerp's weight, and whether it starts from the gradient: as in torch, it starts at the nearer end."""
     weight = float32(1 - beta1)
     return (weight, False) if weight < 0.5 else (float32(weight - 1), True)
 

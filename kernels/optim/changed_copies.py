@@ -1,12 +1,12 @@
-"""Low-precision copies of weights that changed, where the host must not wait to learn whether any did.
+"""Copies changed weights to low precision without a host sync to learn whether any changed.
 
 Two launches, whatever the number of weights::
 
-    look    some elements of each weight against those that were noted; they are noted, and a flag set if any differs
-    copy    every weight to its copy, if the flag is set; else each program ends after reading it
+    look    compare sampled elements of each weight with the noted ones, note them, set a flag if any differs
+    copy    copy every weight, if the flag is set; else each program ends after reading it
 
-The flag is one for all weights: a write that leaves the elements of one as they were (rows of an embedding that got no
-gradient) comes with writes to others.
+One flag stands for all weights: a write that misses the samples of one (rows of an embedding that got no gradient)
+comes with writes to others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COPY_BLOCK: Final = 1024
 
 @jit(do_not_specialize=["count"])
 def look_kernel(addresses, places, values, changed, count, NOTE_ONLY: constexpr, BLOCK: constexpr):
-    """Compare elements with what was noted, and note them. Grid: a program for BLOCK of ``count`` elements.
+    """Compare elements with the noted ones, and note them. Grid: a program for BLOCK of ``count`` elements.
 
     addresses: int64 [count], of 4 bytes each, read. places: int32 [count], distinct, into values. values: int32, read
     and written there. changed: int32 [1], becomes 1 if any differs; NOTE_ONLY: stays.
@@ -76,12 +76,12 @@ def copy_kernel(
 
 
 class ChangedCopies:
-    """The copies of some weights, and the tables by which two launches bring them up to date.
+    """Low-precision copies of some weights, with the tables by which two launches update them.
 
     Args:
         weights: float32, dense, on one device; their memory is kept.
         copies: float16 or bfloat16, in the weights' order of memory.
-        addresses: of the elements that stand for each weight.
+        addresses: of the sampled elements of each weight.
         rows: of each weight in the noted values.
 
     Raises:
@@ -105,11 +105,11 @@ class ChangedCopies:
         self._changed, self._arrivals = torch.zeros(2, 1, dtype=torch.int32, device=device)
 
     def note(self, values: Tensor) -> None:
-        """Write what the elements are now to ``values``: int32, a row of them for each weight, flat."""
+        """Write the current sampled elements to ``values``: int32, a row of them for each weight, flat."""
         self._look(values, note_only=True)
 
     def launch(self, values: Tensor) -> None:
-        """Copy all weights if one of them differs from ``values``, which says afterwards what they are now."""
+        """Copy all weights if a sampled element differs from ``values``, which is updated."""
         self._look(values, note_only=False)
         tables = self._tables
         with on_device(self._plan.device):

@@ -1,4 +1,4 @@
-"""What a list of tensors must be before a kernel may go through it by raw addresses: the checks, and their errors."""
+"""Checks lists of tensors before a kernel reads them by raw addresses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxprec.kernels.torch_internals import is_traceable_wrapper_subclass
 
 
 def check_operand(name: str, position: int, tensor: Tensor, param: Tensor | None = None) -> None:
-    """Refuse a tensor whose memory a kernel cannot go through in step with its parameter's.
+    """Raise for a tensor whose memory a kernel cannot traverse in step with its parameter's.
 
     Raises:
         TypeError: not strided, a wrapper of other tensors (a DTensor), or neither float32, bfloat16 nor float16.
@@ -45,7 +45,7 @@ def check_operand(name: str, position: int, tensor: Tensor, param: Tensor | None
 
 
 def dense_like(position: int, gradient: Tensor, param: Tensor) -> Tensor:
-    """The gradient if it lies in memory as its parameter does; else a copy that does (one more pass over it)."""
+    """Return the gradient if it has its parameter's memory layout, else a copy that has (one more pass over it)."""
     if gradient.device == param.device and gradient.shape == param.shape and gradient.layout == torch.strided:
         if not _same_layout(gradient, param):
             gradient = torch.empty_like(param, dtype=gradient.dtype, requires_grad=False).copy_(gradient.detach())
@@ -54,7 +54,7 @@ def dense_like(position: int, gradient: Tensor, param: Tensor) -> Tensor:
 
 
 def only_dtype(name: str, tensors: Sequence[Tensor | None]) -> torch.dtype | None:
-    """The one dtype of a list; None if it holds no tensor. One launch reads one dtype of each list, so two raise."""
+    """Return the one dtype of a list, or None if it holds no tensor. A launch reads one: two raise ValueError."""
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     if len(dtypes) > 1:
         listed = " and ".join(sorted(map(str, dtypes)))
@@ -63,7 +63,7 @@ def only_dtype(name: str, tensors: Sequence[Tensor | None]) -> torch.dtype | Non
 
 
 def check_scalar(name: str, scalar: Tensor | None, device: torch.device) -> Tensor | None:
-    """Refuse (ValueError) what a kernel cannot read as one FP32 number on its device; None passes."""
+    """Return a scalar, or raise ValueError if a kernel cannot read it as one FP32 number on its device; None passes."""
     if scalar is None or (scalar.dtype == torch.float32 and scalar.numel() == 1 and scalar.device == device):
         return scalar
     raise ValueError(
@@ -73,7 +73,7 @@ def check_scalar(name: str, scalar: Tensor | None, device: torch.device) -> Tens
 
 
 def device_rate(lr: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
-    """The learning rate as a kernel takes it: a pointer, or None and a number. Reads no device tensor.
+    """Return the learning rate as a kernel takes it: a pointer, or None and a number. Reads no device tensor.
 
     Raises:
         ValueError: a tensor on another device than the CPU and the plan's, or not one float32 or float64.
@@ -88,12 +88,12 @@ def device_rate(lr: float | Tensor, device: torch.device) -> tuple[Tensor | None
 
 
 def _same_layout(tensor: Tensor, param: Tensor) -> bool:
-    # Strides of dimensions of size 1 say nothing, and autograd fills them in differently.
+    # Strides of dimensions of size 1 mean nothing, and autograd fills them in differently.
     if tensor.stride() == param.stride() or (tensor.is_contiguous() and param.is_contiguous()):
         return True
     return all(size == 1 or a == b for size, a, b in zip(param.shape, tensor.stride(), param.stride(), strict=True))
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a stretch of memory without gaps, in any order of dimensions."""
+    """Return whether a tensor fills its memory without gaps or overlaps, in any order of dimensions."""
     return tensor.is_contiguous() or operands.is_dense(tensor.shape, tensor.stride())

@@ -1,4 +1,4 @@
-"""The sum of squares of all gradients, and whether one of them is infinite or NaN: every gradient is read once.
+"""Computes the sum of squares of all gradients and an inf/NaN flag in one pass over the gradients.
 
 Launch one writes a sum and a flag for each chunk, launch two adds them up in a fixed order: no atomics, so the same
 gradients give the same bits. Flags come from the values, not from the sum: finite gradients whose squares overflow give
@@ -26,7 +26,7 @@ _WARPS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class NormResult:
-    """What a pass over the gradients found: 0-dim float32 tensors on their device, of which nothing was read back."""
+    """Result of a pass over the gradients: 0-dim float32 tensors on their device, not synced with the host."""
 
     sum_of_squares: Tensor
     found_inf: Tensor  # 0 or 1
@@ -40,7 +40,7 @@ def square_block(total, bad, value):
 
 @jit()
 def chunk_squares(address, start, length, factor, GRADIENT: constexpr, ALIGNED: constexpr, BLOCK: constexpr):
-    """Sum of squares and flag of a chunk; ALIGNED: the address divides by 16."""
+    """Return the sum of squares and the flag of a chunk; ALIGNED: the address divides by 16."""
     gradient = elements_at(address, start, GRADIENT, ALIGNED)
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -60,7 +60,7 @@ def norm_kernel(
     chunks, entries, gradients, grad_scale, sums, flags,
     GRADIENT: constexpr, ALIGNED: constexpr, CHUNK: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """One chunk's sum of squares and flag. Grid: a program for each of C chunks of T tensors.
+    """Write one chunk's sum of squares and flag. Grid: a program for each of C chunks of T tensors.
 
     chunks: int32 [C, 2]; entries: int64 [T, 9]; gradients: int64 [T], addresses. See ``tables``.
     At those addresses: GRADIENT (fp32, fp16, bf16), read once; scaled, squared and summed in fp32.
@@ -72,7 +72,7 @@ def norm_kernel(
     factor = 1.0
     if grad_scale is not None:
         factor = tl.div_rn(1.0, tl.load(grad_scale))
-    # Where some gradient of the launch is not aligned, each goes by its own address.
+    # If some gradient of the launch is unaligned, each program decides by its own address.
     if ALIGNED or address % 16 == 0:
         total, bad = chunk_squares(address, start, length, factor, GRADIENT, True, BLOCK)
     else:
@@ -84,7 +84,7 @@ def norm_kernel(
 
 @jit(do_not_specialize=["count"])
 def finish_kernel(sums, flags, count, results, BLOCK: constexpr):
-    """Add up what the chunks found. Grid: one program.
+    """Add up the sums and flags of the chunks. Grid: one program.
 
     sums: fp32 [count], flags: int32 [count], read; summed in fp32, lane by lane, then by a tree.
     results: fp32 [2], written: sum of squares, found_inf.

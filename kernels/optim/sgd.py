@@ -1,4 +1,4 @@
-"""SGD for all parameters in one launch: unscale, clip, update, and the low-precision copy, in one pass.
+"""Runs SGD for all parameters in one launch: unscale, clip, update, and the low-precision copy, in one pass.
 
 In FP32 it computes what torch's ``_fused_sgd_`` computes on a CPU with FMA, bit for bit: hyper-parameters rounded to
 FP32 once, and
@@ -7,8 +7,8 @@ FP32 once, and
     buf = fma(1 - dampening, g, buf * momentum), at the first step g
     p   = p - lr * (fma(buf, momentum, g) if nesterov else buf), one fma
 
-The first step never reads the buffer, so it may be uninitialised. Which step is the first, the caller says. Where
-``found_inf`` is set or a gradient is missing nothing is written: parameter, buffer and shadow keep their bits. The
+The first step, which the caller tells, never reads the buffer, so it may be uninitialised. If ``found_inf`` is set or a
+gradient is missing nothing is written: parameter, buffer and shadow keep their bits. The
 gradient is only read.
 """
 
@@ -29,7 +29,7 @@ _BLOCK: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class SgdSettings:
-    """What stays the same from step to step.
+    """Settings of SGD that stay the same from step to step.
 
     Raises:
         ValueError: a value that is negative or not finite, nesterov without momentum or with dampening.
@@ -89,7 +89,7 @@ def sgd_chunk(
     DECAY: constexpr, NESTEROV: constexpr, MAXIMIZE: constexpr, FIRST: constexpr,
     GRADIENT_ALIGNED: constexpr, WRITTEN_ALIGNED: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """Update a chunk of a tensor. ALIGNED: the address of the gradient, those of all that is written divide by 16."""
+    """Update a chunk of a tensor. ALIGNED: the addresses of the gradient, of all written tensors, divide by 16."""
     gradient = elements_at(address, start, GRADIENT_DTYPE, GRADIENT_ALIGNED)
     param = elements_at(tl.load(entry + PARAM), start, PARAM_DTYPE, WRITTEN_ALIGNED)
     buffer = param
@@ -144,7 +144,7 @@ def sgd_kernel(
     if lr is not None:
         rate = tl.load(lr).to(tl.float32)
 
-    # Where some tensor of the launch is not aligned, each tensor goes by its own addresses.
+    # If some tensor of the launch is unaligned, each program decides by its own tensor's addresses.
     if ALIGNED:
         sgd_chunk(
             address, entry, start, length, scale, rate, momentum, one_minus_dampening, weight_decay,
@@ -203,5 +203,5 @@ def launch(
             tables.chunks, tables.entries, gradients.row, pointer, grad_scale, found_inf,
             lr_value=rate, momentum=float(settings.momentum), one_minus_dampening=1.0 - settings.dampening,
             weight_decay=float(settings.weight_decay), DECAY=settings.weight_decay != 0, NESTEROV=settings.nesterov,
-            MAXIMIZE=settings.maximize, FIRST=first, **gradients.of_update(_BLOCK),
+            MAXIMIZE=settings.maximize, FIRST=first, **gradients.update_constants(_BLOCK),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How hundreds of tensors of different sizes become one launch: a table of addresses and a table of chunks.
+"""Makes one launch of hundreds of tensors of different sizes: a table of addresses and a table of chunks.
 
 Each program of a launch takes one *chunk*: a run of at most ``plan.chunk`` elements of one tensor, in memory order. It
 reads three tables:
@@ -25,14 +25,14 @@ from fxprec.kernels.launch.operands import FLOATS
 from fxprec.kernels.launch.triton_support import constant, constexpr, jit, tl, triton_dtype
 from fxprec.kernels.optim.lists import check_operand, check_scalar, dense_like, only_dtype
 
-#: A chunk is a multiple of this, and this of every kernel's block.
+#: Elements of the smallest chunk: every chunk is a multiple of it, and it is a multiple of every kernel's block.
 _SMALLEST_CHUNK: Final = 8192
 #: More programs would only lengthen the tables and the last reduction of a norm.
 _MOST_CHUNKS: Final = 32768
 _MOST_STATES: Final = 3
 #: Warps of a program that updates.
 UPDATE_WARPS: Final = 4
-#: Stands for the address of a tensor without elements: not 0, and never read.
+#: Address given for a tensor without elements: not 0, and never read.
 _NOWHERE: Final = 16
 
 # The columns of ``entries``; from STATE on there are _MOST_STATES.
@@ -41,7 +41,7 @@ ELEMENTS, CHUNKS, INDEX, PARAM, STATE, STEP, SHADOW, COLUMNS = (constant(c) for 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What the kernels read besides gradients, on the plan's device."""
+    """Tables that the kernels read besides gradients, on the plan's device."""
 
     chunks: Tensor
     entries: Tensor
@@ -51,7 +51,7 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """One step's gradients, ready for the launches of that step. It keeps them alive: drop it with the step."""
+    """Gradients of one step, bound to the tables of its launches. Keeps them alive: drop it with the step."""
 
     plan: MultiTensorPlan
     tensors: tuple[Tensor | None, ...]
@@ -60,8 +60,8 @@ class Gradients:
     row: Tensor
     aligned: bool  # theirs and the tables' addresses divide by 16
 
-    def of_update(self, block: int) -> dict[str, Any]:
-        """The constants and options of an update's launch: dtypes, alignment, sizes; no FMA but those written."""
+    def update_constants(self, block: int) -> dict[str, Any]:
+        """Return the constants and options of an update's launch; only FMAs that the kernel writes are FMAs."""
         plan = self.plan
         dtypes = {
             "GRADIENT": self.dtype,
@@ -77,7 +77,7 @@ class Gradients:
 
 
 class MultiTensorPlan:
-    """The tensors of one launch and their tables, held by the caller (the optimizer) for as long as the lists hold.
+    """Tensors of one launch and their tables; the optimizer holds it for as long as its lists stay the same.
 
     All tensors of a parameter have its device, shape and strides and are dense; a list has one dtype. A plan that a
     CUDA graph was captured with must live as long as the graph. Not for several threads or streams at once.
@@ -87,7 +87,7 @@ class MultiTensorPlan:
         states: up to three lists (Adam: exp_avg, exp_avg_sq[, max_exp_avg_sq]; SGD: momentum_buffer), of one dtype.
         steps: one-element float32 tensors on the same device, which the kernel counts up.
         shadows: low-precision copies that the kernel writes; None where a parameter has none.
-        indices: what tells tensors apart in stochastic rounding, in [0, 2**31); default: their positions.
+        indices: numbers of the tensors in stochastic rounding, in [0, 2**31); default: their positions.
 
     Raises:
         TypeError: a tensor that the kernels cannot read.
@@ -133,7 +133,7 @@ class MultiTensorPlan:
         self._spare = self._staging()
 
     def bind(self, gradients: Sequence[Tensor | None]) -> Gradients:
-        """Take one step's gradients, one for each parameter, None where it has none: the kernels leave that one alone.
+        """Bind one step's gradients, one for each parameter; the kernels skip a parameter whose gradient is None.
 
         A gradient whose strides are not its parameter's is copied. Nothing is sent while no address has changed.
 
@@ -146,7 +146,7 @@ class MultiTensorPlan:
         tables = self._current_tables()
         dtype = next((gradient.dtype for gradient in gradients if gradient is not None), None)
         usual = dtype if dtype in FLOATS else None
-        # There are hundreds at every step: what is as expected passes by a few comparisons.
+        # There are hundreds at every step: an ordinary gradient passes by a few comparisons.
         tensors = tuple(
             [
                 gradient
@@ -188,7 +188,7 @@ class MultiTensorPlan:
                 self._spare = self._staging()
             return known
         if known is None:
-            # The row has no content before the first replay, so no launch outside of the graph may find it here.
+            # The row is empty until the first replay, so launches outside of the graph must not find it in _last_row.
             if self._spare is None:
                 raise RuntimeError(
                     "New gradients were bound twice while CUDA graphs were captured: run one step between captures."
@@ -202,7 +202,7 @@ class MultiTensorPlan:
 
     def _current_tables(self) -> Tables:
         addresses = [tensor.data_ptr() for tensor in self._operands]
-        if addresses != self._addresses:  # somebody put other memory under a tensor: p.data = …, module.to(…)
+        if addresses != self._addresses:  # tensors got other memory: p.data = …, module.to(…)
             self._check()
             self._tables = self._build()
             self._addresses = addresses
@@ -262,7 +262,7 @@ class MultiTensorPlan:
 
 
 def chunk_size(elements: Sequence[int]) -> int:
-    """Elements a program takes: 8192, doubled until the tensors make at most 32768 chunks of it."""
+    """Return the elements of a program: 8192, doubled until the tensors make at most 32768 chunks."""
     chunk = _SMALLEST_CHUNK
     while sum(-(-count // chunk) for count in elements) > _MOST_CHUNKS and chunk < max(elements):
         chunk *= 2
@@ -285,7 +285,7 @@ def sent_to(table: Tensor, device: torch.device) -> Tensor:
 
 @jit()
 def chunk_place(chunks, entries, CHUNK: constexpr):
-    """This program's tensor: its position, its row of ``entries``, where the chunk starts and how long it is."""
+    """Return this program's tensor: its position, its row of ``entries``, and the chunk's start and length."""
     program = tl.program_id(0).to(tl.int64)
     tensor = tl.load(chunks + 2 * program)
     entry = entries + tensor * COLUMNS
@@ -296,14 +296,14 @@ def chunk_place(chunks, entries, CHUNK: constexpr):
 
 @jit()
 def elements_at(address, start, DTYPE: constexpr, ALIGNED: constexpr):
-    """A pointer to the chunk's first element; with ALIGNED the compiler may use 16-byte accesses from there."""
+    """Return a pointer to the chunk's first element; with ALIGNED the compiler may use 16-byte accesses from there."""
     pointer = address.to(tl.pointer_type(DTYPE)) + start
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
 @jit()
 def written_aligned(entry):
-    """Whether the addresses of a tensor's parameter, states and shadow divide by 16, those that are there."""
+    """Return whether the addresses of a tensor's parameter, states and shadow, as far as present, divide by 16."""
     states = tl.load(entry + STATE) | tl.load(entry + STATE + 1) | tl.load(entry + STATE + 2)
     return (tl.load(entry + PARAM) | states | tl.load(entry + SHADOW)) % 16 == 0
 

@@ -333,7 +333,7 @@ def test_a_backward_knows_who_else_reads_what_it_saved() -> None:
 
 
 def _watching() -> set[str]:
-    asked = (each for each in vars(watchers).values() if isinstance(each, watchers.Observer))
+    asked = (each for each in vars(watchers).values() if isinstance(each, watchers.Interceptor))
     return {each.name for each in asked if watchers.watcher(each) is each}
 
 

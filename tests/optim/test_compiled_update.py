@@ -14,7 +14,7 @@ import fxprec
 from fxprec.kernels.cpu import cpp
 from fxprec.optim import SGD, Adam, AdamW, compiled_loop, compiled_update
 from fxprec.optim.compiled_update import CompiledUpdates
-from fxprec.optim.parts import Step, parts_of
+from fxprec.optim.parts import StepInputs, parts_of
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.testing import count_casts
 
@@ -158,7 +158,7 @@ def test_a_flag_that_was_not_read_before_is_read(name: str):
     update = getattr(CompiledUpdates(), name)
     for flag in (1.0, 0.0):
         with ShadowCopies(params) as copies:
-            update(part, optimizer.param_groups[0], Step(None, torch.tensor(flag), copies), *rest)
+            update(part, optimizer.param_groups[0], StepInputs(None, torch.tensor(flag), copies), *rest)
         assert flag == all(map(torch.equal, before, tensors(params, optimizer)))
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.shadows import ShadowStore
+from fxprec.shadows.cached_read import CachedRead
 from fxprec.shadows.entry import Entry
-from fxprec.shadows.plan import Plan
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def forward(store: ShadowStore, weights: list[Tensor]) -> list[Tensor]:
     return shadows
 
 
-def plan_of(weights: list[Tensor]) -> Plan:
-    return Plan.of(weights, [Entry.of(weight, torch.bfloat16, None, lambda _: None) for weight in weights])
+def plan_of(weights: list[Tensor]) -> CachedRead:
+    return CachedRead.of(weights, [Entry.of(weight, torch.bfloat16, None, lambda _: None) for weight in weights])
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused: no version tells", "versions tell"])

@@ -20,7 +20,7 @@ def test_the_store_in_the_interpreter() -> None:
 
 @pytest.fixture
 def weights(device: str, monkeypatch: pytest.MonkeyPatch) -> list[nn.Parameter]:
-    from fxprec.shadows.device_look import DeviceLook
+    from fxprec.shadows.samples import DeviceLook
 
     monkeypatch.setattr("fxprec.shadows.store.look_at", DeviceLook)
     torch.manual_seed(0)

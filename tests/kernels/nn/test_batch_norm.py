@@ -334,7 +334,7 @@ def test_many_partials_are_all_added_up(device: str, last: bool, monkeypatch: py
     monkeypatch.setattr(tiles_module, "_programs", lambda device: 128)
     shape = (2, 16, 90, 50) if last else (3, 1, 150, 310)
     x = laid_out(shape, last, torch.float16, device)
-    assert tiles_module.cut(*tiles_module.lie_of(x, tiles_module.BACKWARD_BYTES)).parts > 32
+    assert tiles_module.cut(*tiles_module.cut_arguments(x, tiles_module.BACKWARD_BYTES)).parts > 32
     case = Case(shape, last, torch.float16, device, residual=True)
     assert_as_accurate_as_eager(case, relu=True, training=True)
 

@@ -17,7 +17,16 @@ from cubin import usage_of
 from fxprec.kernels.nn.batch_norm import apply_kernel
 from fxprec.kernels.nn.batch_norm_backward import _BLOCK_PARTS, inputs_kernel, sums_kernel
 from fxprec.kernels.nn.batch_norm_statistics import finish_kernel, statistics_kernel
-from fxprec.kernels.nn.batch_norm_tiles import BACKWARD_BYTES, FORWARD_BYTES, WARPS, Tiles, cut, dense, lie_of, like
+from fxprec.kernels.nn.batch_norm_tiles import (
+    BACKWARD_BYTES,
+    FORWARD_BYTES,
+    WARPS,
+    Tiles,
+    cut,
+    cut_arguments,
+    dense,
+    like,
+)
 
 PROGRAMS = 264  # two on each of 132 multiprocessors
 
@@ -94,7 +103,7 @@ def test_dense_tensors_are_themselves_and_others_are_copied_as_they_lie() -> Non
 def test_the_widest_operand_limits_a_tile() -> None:
     x = torch.zeros(8, 64, 32, 32, dtype=torch.float16)
     wide = torch.zeros(1)
-    sizes = [cut(*lie_of(x, 16384, *others)) for others in ((), (None,), (wide,))]
+    sizes = [cut(*cut_arguments(x, 16384, *others)) for others in ((), (None,), (wide,))]
     assert [c.block_rows * c.block_columns for c in sizes] == [8192, 8192, 4096]
 
 

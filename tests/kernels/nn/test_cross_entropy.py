@@ -648,18 +648,18 @@ def test_the_bytes_moved_are_those_of_the_arguments() -> None:
 
 @by_hand
 def test_rows_at_even_addresses_need_no_edges_and_short_ones_share_a_program() -> None:
-    def of(columns: int, heavy: bool = False, both: bool = False) -> kernels.Plan:
-        return kernels.plan(torch.empty(4, columns, dtype=torch.bfloat16), heavy, both)
+    def of(columns: int, heavy: bool = False, both: bool = False) -> kernels.RowTiling:
+        return kernels.row_tiling(torch.empty(4, columns, dtype=torch.bfloat16), heavy, both)
 
-    assert of(128256) == kernels.Plan(edges=False, whole=False, rows=1, block=4096, warps=8)
-    assert of(128256, True) == kernels.Plan(edges=False, whole=False, rows=1, block=2048, warps=8)
-    assert of(50257) == kernels.Plan(edges=True, whole=False, rows=1, block=4096, warps=8)
-    assert of(4096) == kernels.Plan(edges=False, whole=True, rows=1, block=4096, warps=8)
+    assert of(128256) == kernels.RowTiling(edges=False, whole=False, rows=1, block=4096, warps=8)
+    assert of(128256, True) == kernels.RowTiling(edges=False, whole=False, rows=1, block=2048, warps=8)
+    assert of(50257) == kernels.RowTiling(edges=True, whole=False, rows=1, block=4096, warps=8)
+    assert of(4096) == kernels.RowTiling(edges=False, whole=True, rows=1, block=4096, warps=8)
     assert of(4096, both=True) == of(4096) and of(128256, both=True) == of(128256, True)
-    assert of(4095, both=True) == kernels.Plan(edges=True, whole=False, rows=1, block=2048, warps=8)
-    assert of(1000) == kernels.Plan(edges=False, whole=True, rows=2, block=1024, warps=4)
-    assert of(10) == kernels.Plan(edges=False, whole=True, rows=128, block=16, warps=4)
-    assert kernels.plan(torch.empty(4, 50304, dtype=torch.float16)[:, :50257]).edges
+    assert of(4095, both=True) == kernels.RowTiling(edges=True, whole=False, rows=1, block=2048, warps=8)
+    assert of(1000) == kernels.RowTiling(edges=False, whole=True, rows=2, block=1024, warps=4)
+    assert of(10) == kernels.RowTiling(edges=False, whole=True, rows=128, block=16, warps=4)
+    assert kernels.row_tiling(torch.empty(4, 50304, dtype=torch.float16)[:, :50257]).edges
 
 
 @by_hand
