@@ -111,6 +111,7 @@ class Adam(OnePass, torch.optim.Adam):
         lists |= {"params": owners, "grads": gradients}
         rounding = self._rounding
         if rounding is not None:
+            # A loaded checkpoint brings its own seed, and groups may have been added.
             rounding = replace(rounding, seed=group[SEED], places=self._places())
         of_parameters = self._rounding_of(group)
         for part in parts_of(lists, self.compiled, self.stochastic_rounding):

@@ -41,6 +41,7 @@ class CompiledUpdates:
         Raises:
             RuntimeError: as ``_launch``; nothing of this part has changed.
         """
+        # Everything is on a CPU, where reading the flag costs nothing.
         if step.found_inf is not None and step.found_inf.item():
             return
         l2 = bool(scalar(group["weight_decay"])) and not group["decoupled_weight_decay"]
@@ -77,6 +78,7 @@ def _adam_scalars(group: Mapping[str, Any], scale: float, step: float) -> Tensor
 
 
 def _sgd_scalars(group: Mapping[str, Any], scale: float, first: bool) -> Tensor:
+    # The first step's buffer is the gradient itself, without dampening.
     share = 1.0 if first else 1 - group["dampening"]
     numbers = scale, group["weight_decay"], group["momentum"], share, group["lr"]
     return torch.tensor([*map(float, numbers)], dtype=torch.float32, device="cpu")
@@ -105,6 +107,7 @@ def _launch(
     params = lists["params"]
     tensors: dict[str, Sequence[Any]] = {name: of_name for name, of_name in lists.items() if name != "step"}
     sizes = [*map(Tensor.numel, params)]
+    # Checked by a few C loops; which tensor is at fault is found only for the message.
     fit = all(map(_is_on_host, chain.from_iterable(tensors.values()))) and all(
         [*map(Tensor.numel, of_name)] == sizes and (name == "grads" or {*map(_dtype, of_name)} == {torch.float32})
         for name, of_name in tensors.items()
@@ -113,6 +116,7 @@ def _launch(
         raise RuntimeError(next(filter(None, map(partial(_unfit, tensors), range(len(params))))))
     shadows = [*copies.for_kernel(owners)]
     if any(shadow is not None for shadow in shadows):
+        # A shadow of another order of memory is copied afterwards: the loop walks all tensors alike.
         tensors["shadow"] = [
             shadow if shadow is not None and shadow.is_cpu and shadow.stride() == param.stride() else None
             for shadow, param in zip(shadows, params, strict=True)

@@ -41,10 +41,12 @@ class Counters:
         kept = self._kept.get(key)
         if kept is not None and kept[1] == addresses:
             return [kept[0]]
+        # Other processes would go on counting in the old memory.
         if any(map(Tensor.is_shared, steps)) or len({*addresses}) < len(addresses):
             return steps
         together = torch.stack([*steps])
         for step, place in zip(steps, together.unbind(), strict=True):
+            # ``data`` moves the memory under the same tensor object, which states and checkpoints hold.
             step.data = place
         self._kept[key] = together, [*map(Tensor.data_ptr, steps)]
         return [together]

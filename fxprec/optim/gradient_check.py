@@ -62,6 +62,7 @@ def check(parameters: Iterable[Tensor], scale: Tensor | None, norm: bool, plans:
         plans: of the optimizer's launches.
     """
     owners = [*parameters]
+    # The usual case on a CPU goes without grouping.
     if not norm and (plain := _on_cpu(owners)):
         return GradientCheck({plain[0].device: _flag_on_cpu(plain)}, None)
     groups: dict[tuple[torch.device, torch.dtype, float, bool], list[tuple[Tensor, Tensor]]] = {}
@@ -75,6 +76,7 @@ def check(parameters: Iterable[Tensor], scale: Tensor | None, norm: bool, plans:
             device = held.device
             if device not in served:
                 served[device] = can_launch(device)
+            # Replicas would count several times in the sum over ranks.
             share = 1.0 if ranks is None else _share(owner, ranks)
             key = device, held.dtype, share, served[device] and why_not(owner, held) is None
             groups.setdefault(key, []).append((owner, held))
@@ -94,6 +96,7 @@ def check(parameters: Iterable[Tensor], scale: Tensor | None, norm: bool, plans:
             squares.append(square if share == 1 else square * share)
     if not norm:
         return GradientCheck(found, None)
+    # Sums of several devices meet on one of them.
     target = squares[0].device if squares else torch.device("cpu") if scale is None else scale.device
     total = torch.stack([s.to(target) for s in squares]).sum() if squares else torch.zeros((), device=target)
     if ranks is not None:

@@ -54,6 +54,7 @@ def ask_for_low_gradients(parameters: Iterable[Tensor], how: str) -> Wishes:
         )
     _watch_other_optimizers()
     wishes = Wishes(parameters, how)
+    # Their shadows' edges cast gradients back: new ones, which do not, are made at the next read.
     for store in stores():
         store.forget(parameters)
     return wishes

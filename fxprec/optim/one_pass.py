@@ -157,6 +157,7 @@ class OnePass(Optimizer):
             refuse_complex(self.param_groups[-1]["params"], type(self).__name__)
             if self._low_gradients:
                 self._wishes.append(ask_for_low_gradients(self.param_groups[-1]["params"], self._low_gradients))
+        # A refused group must not stay half added.
         except BaseException:
             self.param_groups.pop()
             raise
@@ -190,6 +191,7 @@ class OnePass(Optimizer):
                 f"fxprec.optim.{type(self).__name__} does not support sparse gradients: take torch.optim.SparseAdam or "
                 "fxprec.optim.SGD for these parameters"
             )
+        # Shadows count as stale if an update fails, and are finished if none does.
         with ShadowCopies(chain.from_iterable(owners for _, owners, _ in work)) as copies:
             step = StepInputs(divisor, found_inf, copies)
             for group, owners, gradients in work:
@@ -241,6 +243,7 @@ class OnePass(Optimizer):
 def _with_gradients(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the parameters with a gradient, and their gradients; partial ones (of DTensors) are summed before."""
     gradients = [parameter.grad for parameter in parameters]
+    # The usual case, every gradient there and plain, without a loop in Python.
     if {*map(type, gradients)} == {Tensor}:
         return [*parameters], cast(list[Tensor], gradients)
     for owner, gradient in zip(parameters, gradients, strict=True):

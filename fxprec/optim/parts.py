@@ -68,6 +68,7 @@ class StepInputs(NamedTuple):
 
         The copies do not block, except to the CPU, which would read them too early.
         """
+        # A copy to the CPU must have ended before a kernel reads it; a device's stream keeps the order by itself.
         waits = device.type == "cpu"
         there = [None if each is None else each.to(device, non_blocking=not waits) for each in self[:2]]
         return self._replace(divisor=there[0], found_inf=there[1])
@@ -103,12 +104,14 @@ def parts_of(lists: dict[str, list[Tensor]], compiled: bool = False, stochastic:
         compiled: compiled loops are asked for.
         stochastic: low parameters are to be rounded stochastically.
     """
+    # DTensors are updated through their local tensors, which the kernels can address.
     owners = lists["params"]
     plain = _PLAIN.issuperset(map(type, owners))  # then gradients and states are plain, too; others are DTensors
     held = lists if plain else {name: [*map(local, tensors)] for name, tensors in lists.items()}
     split = _split(held, compiled and not torch.compiler.is_compiling(), stochastic)
     for (*_, kernel), chosen in split.items():
         whole = len(split) == 1
+        # One part holds the lists themselves: copies of hundreds of entries take time at every step.
         part = held if whole else _taken(held, chosen)
         part_owners = owners if whole else [owners[i] for i in chosen]
         yield UpdatePart(part, part_owners, kernel)
@@ -124,10 +127,12 @@ def _split(
     """Group positions by (device, parameters' dtype, gradients' dtype for our kernels, kernel)."""
     params, grads = lists["params"], lists["grads"]
     places = [*map(_place, params)]
+    # Few devices and dtypes, hundreds of tensors: what depends on the former alone is asked once.
     distinct = {*places}
     served = {device for device, _ in distinct if can_launch(device)}
     if not served and not compiled and len(distinct) == 1:  # the usual case on a CPU, without a check of each tensor
         return {(*places[0], None, "torch"): range(len(params))}
+    # All states of a parameter but its step have one dtype: one of them tells it.
     states = next((tensors for name, tensors in lists.items() if name not in ("params", "grads", "step")), None)
     state_dtypes = [None] * len(params) if states is None else [*map(_dtype, states)]
     split: dict[tuple[torch.device, torch.dtype, torch.dtype | None, Kernel], list[int]] = {}

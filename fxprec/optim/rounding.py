@@ -66,6 +66,7 @@ class ParameterRounding:
         Raises:
             RuntimeError: a CUDA graph is being captured, whose replays would round with the same bits each.
         """
+        # The count is a number on the host, which a graph would record once.
         if capturing(lists["params"][0].device):
             raise RuntimeError("stochastic_rounding draws other bits at each step, which a CUDA graph cannot")
         states = [name for name in lists if name not in ("params", "grads", "step")]

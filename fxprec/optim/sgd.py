@@ -95,6 +95,7 @@ class SGD(OnePass, torch.optim.SGD):
             if buffer is not None:
                 buffers.append(buffer)
             (fresh if momentum and buffer is None else begun).append(pair)
+        # Zeros are never read in a first step; they give the buffers their memory order.
         if fresh:
             made = [torch.zeros_like(owner, memory_format=torch.preserve_format) for owner, _ in fresh]
             for (owner, _), buffer in zip(fresh, made, strict=True):
@@ -126,6 +127,7 @@ class SGD(OnePass, torch.optim.SGD):
         pairs: list[tuple[Tensor, Tensor]],
         step: StepInputs,
     ) -> None:
+        # torch's implementation for single tensors knows no flag.
         if step.found_inf is not None and step.found_inf.item():
             return
         owners = [owner for owner, _ in pairs]

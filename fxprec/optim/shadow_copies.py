@@ -47,6 +47,7 @@ class ShadowCopies:
         """Return one shadow of each parameter for the kernel to write; those of other models are copied at the end."""
         if not self._by_store:
             return [None] * len(parameters)
+        # A kernel writes one copy: that of the first model, as there is mostly one.
         _, owners, shadows = self._by_store[0]
         known = dict(zip(map(id, owners), shadows, strict=True))
         chosen = [known.get(id(p)) for p in parameters]

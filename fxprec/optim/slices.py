@@ -43,6 +43,7 @@ def slices(lists: Lists, shadows: Callable[[], Sequence[Tensor | None]] = list) 
         yield lists
         return
     limit = _AT_ONCE.get(params[0].device.type, _ELSEWHERE)
+    # One buffer for all slices: a new one each time would not be in the cache.
     room = params[0].new_empty(min(limit, sum(map(Tensor.numel, params))))
     for some in _cut({**lists, _SHADOWS: [*shadows()] or [None] * len(params)}, limit):
         written = some.pop(_SHADOWS)
@@ -58,6 +59,7 @@ def _cut(lists: Lists, limit: int) -> Iterator[dict[str, list[Any]]]:
     for i, param in enumerate(lists["params"]):
         size = param.numel()
         tensors = {name: of_name[i] for name, of_name in lists.items()} if size > limit else {}
+        # A tensor that is not contiguous has no flat view to cut.
         if size <= limit or not all(tensor.is_contiguous() for tensor in tensors.values() if tensor is not None):
             if together and held + size > limit:
                 yield {name: [of_name[j] for j in together] for name, of_name in lists.items()}

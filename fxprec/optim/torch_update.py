@@ -35,6 +35,7 @@ def in_one_order(lists: Mapping[str, list[Tensor]]) -> Iterator[Mapping[str, lis
     laid_out = {name: [*tensors] for name, tensors in lists.items()}
     moved: list[tuple[Tensor, Tensor]] = []
     for i, param in enumerate(lists["params"]):
+        # A slice of a larger tensor has gaps, into which torch's kernel would write.
         like = param if is_dense(param) else param.contiguous()
         for name in lists:
             tensor = lists[name][i]
@@ -71,6 +72,7 @@ def _before_rounding(
     if rounding is None and of_parameters is None:
         yield lists
         return
+    # float64 parameters keep their dtype.
     at_least_fp32 = torch.promote_types(lists["params"][0].dtype, torch.float32)
     wide = {
         name: tensors if name == "step" else [tensor.to(at_least_fp32) for tensor in tensors]
@@ -128,6 +130,7 @@ class TorchUpdates:
             of_parameters: rounding of low parameters; None: to nearest.
         """
         counters = self._counters.of((id(group), *part.key), part.lists["step"])
+        # Values that are rounded afterwards are not final: their shadows are copied at the end of the step.
         shadows = partial(step.copies.for_kernel, part.owners) if rounding is None and of_parameters is None else list
         beta1, beta2 = map(scalar, group["betas"])
         settings: dict[str, Any] = {name: group[name] for name in ("amsgrad", "weight_decay", "eps", "maximize")}

@@ -42,6 +42,7 @@ class Plans:
     ) -> MultiTensorPlan:
         """Return the plan of these tensors, a new one if ``key`` had others."""
         plan = self._plans.get(key)
+        # Compared by identity: a plan's tables hold the addresses of these very tensors.
         if plan is None or not (
             _same(plan.params, params)
             and len(plan.states) == len(states)
@@ -61,6 +62,7 @@ def adam_launch(
     """Update by Adam or AdamW; arguments as for ``TorchUpdates.adam``."""
     lists, shadows = part.lists, step.copies.for_kernel(part.owners)
     moments = [tensors for name, tensors in lists.items() if name not in ("params", "grads", "step")]
+    # Random bits depend on a parameter's number in the optimizer, not on its place in this launch.
     places = None if rounding is None else rounding.places_of(part.owners)
     key = ("adam", id(group), *part.key)
     plan = plans.plan(key, lists["params"], moments, lists["step"], _some(shadows), places)
@@ -94,4 +96,5 @@ def _same(old: Sequence[Any], new: Sequence[Any]) -> bool:
 
 
 def _some(shadows: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
+    # Without shadows the kernel is compiled without that store.
     return None if all(shadow is None for shadow in shadows) else shadows

@@ -80,11 +80,13 @@ class CachedRead:
             [*map(_pointer, weights)] == self.pointers
             and [*map(_shape, weights)] == self.shapes
             and [*map(_requires_grad, weights)] == self.requires_grad
+            # swap_tensors exchanges what is inside two tensors: the edge then leads to the other one.
             and all(map(operator.is_, map(_variable, self.edges), compress(weights, self.requires_grad)))
         )
 
     def changed(self, weights: Sequence[Tensor]) -> bool | None:
         """Return whether all versions changed (True) or none (False); None if only some did."""
+        # Lists compared by C loops: a call of Python for each weight would take longer than its copy.
         same = [*map(operator.eq, map(_version, weights), self.versions)]
         return None if any(same) and not all(same) else not any(same)
 

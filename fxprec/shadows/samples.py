@@ -58,6 +58,7 @@ class Samples:
         if self._free:
             return self._free.pop()
         row, self._next = self._next, self._next + 1
+        # Doubled, so that the rows of n weights are copied O(n) times in all.
         if self._next * SAMPLES > self.values.numel():
             more = self._zeros(2 * self._next, self.values.device)
             more[: self.values.numel()].copy_(self.values)
@@ -103,6 +104,7 @@ class HostLook:
         self._entries = [entry for _, entry in pairs]
         self._chosen = -1
         self._zeros = 0  # number of zeros among all samples when others were last looked for
+        # Consecutive rows, as of weights made together, are one view: no gather, no scatter.
         rows = [entry.row for _, entry in pairs]
         self._rows = rows
         self._successive = rows == [*range(rows[0], rows[0] + len(rows))]

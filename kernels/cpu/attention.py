@@ -75,6 +75,7 @@ def scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale:
 
 def reference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     """Compute attention in plain torch, in FP32, differentiable any number of times; the result has query's dtype."""
+    # float64 stays, for comparisons.
     wide = torch.promote_types(query.dtype, torch.float32)
     p = torch.softmax(scores(query.to(wide), key.to(wide), mask, causal, scale), -1)
     return (p @ value.to(wide).repeat_interleave(query.shape[1] // key.shape[1], 1)).to(query.dtype)

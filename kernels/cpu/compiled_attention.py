@@ -75,6 +75,7 @@ def run_for(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: floa
         return None
     batch, heads, rows, width = query.shape
     strided = query, key, value, empty_like(query)
+    # The structs are built once for all calls with these shapes and strides.
     shape, strides = _sizes(query, key), _strides(strided, None)
     of = ctypes.c_int64(causal), ctypes.c_double(scale_of(query, scale)), torch.get_num_threads()
     function = _function("forward")

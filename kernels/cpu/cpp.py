@@ -73,6 +73,7 @@ def compiled(source: str, *definitions: str) -> ctypes.CDLL:
     def read(file: str) -> str:
         return files("fxprec.kernels").joinpath(folder, file).read_text(encoding="utf-8")
 
+    # Own headers are pasted in, so that the hash of the text covers them.
     text = re.sub(r'^#include "([^"]+)"$', lambda include: read(include[1]), read(name), flags=re.MULTILINE)
     return _library(Path(source).stem, text, tuple(f"-D{each}" for each in definitions))
 
@@ -98,6 +99,7 @@ def _library(name: str, text: str, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
             raise CompilerError(f"{name} cannot be compiled: {why}. Install g++, or convert with fuse='auto'")
         compiler = _compiler()
         assert compiler is not None
+        # Whatever the machine code depends on is part of the file's name.
         parts = (text, _version(compiler), *_FLAGS, *macros, torch.__version__, _cpu())
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
         library = _private(cache_folder() / "cpp") / f"{name}-{key}.so"

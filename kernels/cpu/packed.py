@@ -110,6 +110,7 @@ class PackedConv:
         stride, padding, dilation, _, _ = self._geometry
         sizes = zip(shape[2:], self._kernel, stride, padding, dilation, strict=True)
         found = shape[0], self._channels, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)
+        # Bounded, as a model may come with ever new sizes.
         if len(self._gives) < _SIZES:
             self._gives[shape] = found
         return found

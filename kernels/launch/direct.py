@@ -57,6 +57,7 @@ def direct(
             if known_run is None:
                 latest = None, whole
                 result = whole(*tensors)
+                # Prepared after the first call, which has compiled and checked what the shorter way relies on.
                 made = prepare(*tensors) or whole
                 with _LOCK:
                     while len(known) >= _MOST:

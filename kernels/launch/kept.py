@@ -29,6 +29,7 @@ def launcher(compiled: CompiledKernel, grid: tuple[int, ...]) -> Callable[..., N
     Triton gathers what a hook might ask and calls both chains of hooks at each launch, also where they are empty: of an
     H100's 7.7 us a launch 2.7. If there are hooks, as of its profiler, Triton launches.
     """
+    # Triton's launcher takes three dimensions.
     x, y, z = (*grid, 1, 1)[:3]
     hooked = compiled[(x, y, z)]  # which loads the kernel on the device
     run: Any = compiled.run
@@ -66,6 +67,7 @@ class KeptKernel(JITFunction):
         """Launch on the current stream of the current device; return the compiled kernel, as Triton does."""
         key = None
         if self._constants_last and type(grid) is tuple:
+            # By place, as the compiled kernel takes them.
             args = (*args, *[kwargs.pop(name) for name in self.arg_names[len(args) :]])
             key = self._key(args, grid, kwargs)
         if key is not None and (kept := self._kept.get(key)) is not None:

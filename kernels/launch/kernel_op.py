@@ -69,12 +69,14 @@ class KernelOp:
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the kernel. All inputs positionally, defaults included."""
+        # One loop over the inputs for both questions: this runs at every call of a kernel.
         wanted, seen = False, watcher(COMPILER, ANY_MODE, TRANSFORM) is not None
         for x in inputs:
             if isinstance(x, Tensor):
                 wanted |= x.requires_grad
                 seen |= type(x) not in PLAIN
         if seen:
+            # torch.func refuses a custom op with autograd registered.
             if self._transformed is not None and watcher(TRANSFORM):
                 return self._transformed.apply(*inputs)
             return self.op(*inputs)

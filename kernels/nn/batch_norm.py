@@ -110,6 +110,7 @@ def batch_norm(
     if training and x.shape[1] > 0 and x.numel() == x.shape[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
     if training:
+        # Detached: the gradient through the statistics is part of APPLY's backward.
         mean, spread = STATISTICS(x.detach(), running_mean, running_var, float(momentum), float(eps))
     else:
         assert running_mean is not None and running_var is not None  # checked
@@ -169,6 +170,7 @@ def apply_kernel(
     end_row = tl.minimum(first_row + rows_each, rows)
     center, _, scale, shift = channel_terms(mean, spread, weight, bias, channel, channels, eps, TRAINING)
     for start_column in range(first_column, tl.minimum(first_column + columns_each, columns), BLOCK_COLUMNS):
+        # Rows innermost: channels_last has one block of columns, whose terms stay in registers.
         column = start_column + tl.arange(0, BLOCK_COLUMNS)
         for start_row in tl.range(first_row, end_row, BLOCK_ROWS, num_stages=STAGES):
             row = start_row + tl.arange(0, BLOCK_ROWS)
@@ -196,6 +198,7 @@ def launch(
 ) -> Tensor:
     """Run ``APPLY``; without Triton, or on a CPU, in plain torch."""
     x = dense(x)
+    # Results have the input's strides, so that one set of offsets serves all tensors of the kernel.
     y = torch.empty_like(x)
     if x.numel() == 0:
         return y
@@ -224,6 +227,7 @@ def fake(x: Tensor, *_: Any) -> Tensor:
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, mean, spread, weight, bias, residual, ctx.eps, ctx.relu, ctx.training = inputs
     ctx.residual_dtype = None if residual is None else residual.dtype
+    # Without a residual the sign of the output is computed again from x, to the same bits.
     ctx.save_for_backward(x, mean, spread, weight, bias, output if ctx.relu and residual is not None else None)
 
 
@@ -232,6 +236,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     wants_x, _, _, wants_weight, wants_bias, wants_residual, *_ = ctx.needs_input_grad
     if torch.is_grad_enabled():
         return _differentiable(ctx, grad, wants_residual)
+    # The sum hands its gradient on; with relu the kernel writes the masked one instead.
     dresidual = grad.to(ctx.residual_dtype) if wants_residual else None
     masked = wants_residual and ctx.relu
     dx, dweight, dbias, masked_grad = BACKWARD(
@@ -252,7 +257,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _differentiable(ctx: Any, grad: Tensor, wants_residual: bool) -> tuple[Tensor | None, ...]:
-    """The backward in eager ops; relu is a mask to it, so the residual's values, which nobody kept, do not matter."""
+    """Run the backward in eager ops; relu is a mask to it, so it needs no values of the residual."""
     x, mean, spread, weight, bias, y = ctx.saved_tensors
     inputs = (x, mean, spread, weight, bias, None, ctx.eps, False, ctx.training)
     if ctx.relu:

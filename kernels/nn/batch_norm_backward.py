@@ -90,6 +90,7 @@ def sums_kernel(
             gradient = masked_gradient(gradient, value, y, offsets, inside, center, scale, shift, RELU)
             if dresidual is not None:
                 tl.store(dresidual + offsets, gradient, mask=inside)
+            # rstd is constant for a channel: the second kernel multiplies by it once.
             product = tl.fma(gradient, value - center[None, :], product)
             total += gradient
     place = partials + tl.program_id(1) * channels + channel
@@ -138,6 +139,7 @@ def inputs_kernel(
             tl.store(dbias + channel, total, mask=first)
         if dweight is not None:
             tl.store(dweight + channel, product, mask=first)
+        # The means of dy' and of dy' * xhat, which dx subtracts.
         level = total * share
         slope = product * share * rstd
     if dx is not None or dresidual is not None:
@@ -186,6 +188,7 @@ def launch(
         return dx, dweight, dbias, dresidual
     x, dy, y = aligned(x), like(dy, x), None if y is None else like(y, x)
     terms = packed(mean), packed(spread), packed(weight), packed(bias)
+    # With running statistics x's gradient needs no sums.
     summed = affine or (training and input)
     parts, sums, inputs = _launches(*cut_arguments(x, BACKWARD_BYTES), eps, relu, training, input, summed, residual)
     target, partials = dresidual if residual else None, None

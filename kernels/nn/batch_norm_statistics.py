@@ -68,6 +68,7 @@ def statistics_kernel(
             row = start_row + lanes
             inside = (row < rows)[:, None] & (column < columns)[None, :]
             value = tl.load(x + base + row[:, None] * pitch + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            # All lanes count alike: rows outside add nothing, and a lane's own count follows from its number.
             steps += 1.0
             delta = tl.where(inside, value - lane_mean, 0.0)
             share = tl.where(steps > 1.0, 1.0 / steps, 1.0)  # ``/`` of 1 and 1 need not be 1, but a value next to it
@@ -141,6 +142,7 @@ def launch(
         if running_var is not None:
             running_var.copy_(momentum * (var * (count / (count - 1))) + (1.0 - momentum) * running_var.float())
         return mean, (var + eps).rsqrt()
+    # Sums run in an order that shape and device fix, so they have the same bits each time.
     x = aligned(dense(x))
     parts, statistics, finish = _launches(*cut_arguments(x, FORWARD_BYTES), eps)
     partials = torch.empty(parts, dtype=torch.float32, device=x.device)

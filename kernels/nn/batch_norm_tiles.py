@@ -124,6 +124,7 @@ def cut(shape: tuple[int, ...], contiguous: bool, programs: int, tile: int) -> T
         block_columns = width if width <= 16 else min(64, width // 2)
         block_rows = tile // block_columns
         blocks = _blocks(columns, block_columns)
+    # Few parts, since the next kernel adds them up alone.
     wanted = min(max(programs // blocks, 1), _MOST_PARTS)
     row_blocks = _blocks(rows, block_rows)
     column_blocks = _blocks(columns, block_columns) if planar else 1
@@ -178,7 +179,7 @@ def _programs(device: torch.device) -> int:
 
 @jit()
 def divided(number, VECTOR: constexpr):
-    """The same number, an int scalar that VECTOR divides, so written that the compiler sees it."""
+    """Return the same number, an int scalar that VECTOR divides, in a form that shows the compiler its divisor."""
     if VECTOR > 1:
         number = number // VECTOR * VECTOR
     return number
@@ -186,7 +187,7 @@ def divided(number, VECTOR: constexpr):
 
 @jit()
 def program_place(columns, rows_each, columns_each, PLANAR: constexpr, BLOCK_COLUMNS: constexpr):
-    """A program's first row and column, its first row's offset, and its channels, [1] or [BLOCK_COLUMNS].
+    """Return a program's first row and column, its first row's offset, and its channels, [1] or [BLOCK_COLUMNS].
 
     columns, rows_each, columns_each: int scalars, see ``Tiles``. Grid: (blocks of channels, parts). Rows and offsets
     are int64; columns are int32 where that holds them.

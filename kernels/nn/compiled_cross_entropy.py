@@ -40,6 +40,7 @@ def launch_compiled(
         CompilerError: nothing can be compiled here.
     """
     rows, columns = logits.shape
+    # The loop reads at labels without a check.
     check_bounds(target, columns, ignore_index)
     labels = target.contiguous()
     of = _Logits(

@@ -37,8 +37,10 @@ def _forward(
     """Return the loss, the statistics, a mean's denominator (if any) and the gradient (if asked for)."""
     soft, mean = target.is_floating_point(), reduction == "mean"
     loss, stats, denominator, result = _fake(logits, target, weight, ignore_index, reduction, gradient)
+    # Shares and losses lie side by side: a mean sums both in one call.
     rows = logits.new_empty((2, len(logits)), dtype=torch.float32)
     losses = loss if reduction == "none" else rows[1]
+    # The gradient needs the denominator before the kernel runs; otherwise the kernel's shares add up to it.
     if gradient and mean and not soft:
         denominator = count_targets(target, weight, ignore_index)
     late = _normalized_late(logits)
@@ -138,6 +140,7 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
                 "gradient instead of the logits. Leave gradient_in_forward out where create_graph=True is used."
             )
         denominator, gradient = ctx.saved_tensors
+        # The forward left the gradient undivided: now the loss scale has multiplied it.
         late = denominator if ctx.late and denominator.dim() == 0 else None
         return scaled_gradient(gradient, grad, late, ctx.dtype), None, *rest
     logits, target, weight, stats, denominator = ctx.saved_tensors
@@ -201,13 +204,16 @@ def cross_entropy(
     if compiled:
         check_compiled(logits, target, weight)
     shape = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else target.shape[: 0 if soft else None]
+    # Classes become the last dimension, along which rows lie.
     if logits.dim() > 2:
         logits, target = logits.movedim(1, -1), target.movedim(1, -1) if soft else target
     columns = logits.shape[-1]
     x, y = _rows(logits), _rows(target) if soft else target.reshape(-1).long()  # uint8 has no -100, nor 300 classes
+    # The kernel has no gradient for class weights, and no row without classes.
     if columns == 0 or (weight is not None and weight.requires_grad):
         loss = reference(x, y, weight, ignore_index, reduction, label_smoothing, z_loss)
     else:
+        # Only the logits' gradient can be made early: that of probabilities needs the backward.
         made = (
             gradient_in_forward
             and wants_gradients_now()

@@ -20,6 +20,7 @@ def check_arguments(
     if logits.dim() == 0:
         raise ValueError("cross_entropy: logits must be [C], [N, C] or [N, C, d1, ...], got a 0-dim tensor.")
     columns = logits.shape[min(1, logits.dim() - 1)]
+    # torch tells probabilities from labels by the shape alone.
     soft = logits.shape == target.shape
     if soft:
         if not target.is_floating_point():
@@ -32,6 +33,7 @@ def check_arguments(
     else:
         _check_labels("cross_entropy", target, logits.device)
         wanted = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else logits.shape[:0]
+        # A single row [C] takes a label of shape [1], too.
         if target.shape != wanted and not (logits.dim() == 1 and target.shape == (1,)):
             raise ValueError(
                 f"cross_entropy: logits {tuple(logits.shape)} take class indices {tuple(wanted)} or probabilities of "
@@ -70,6 +72,7 @@ def check_linear_arguments(
     chunk: int | None,
 ) -> None:  # fmt: skip
     """Raise for arguments that ``linear_cross_entropy`` does not take."""
+    # Probabilities are as large as the logits that this function never holds: labels only.
     name = "linear_cross_entropy"
     _check_settings(name, reduction, label_smoothing)
     _check_labels(name, target, hidden.device)

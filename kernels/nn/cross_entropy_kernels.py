@@ -72,6 +72,7 @@ def cross_entropy_kernel(
     targets = target + rows[:, None] * target_stride
     offsets = tl.arange(0, BLOCK)[None, :]
     middle, before, width, edges, some, chosen, whole_tile = starts, 0, columns, None, None, None, None
+    # From here on ``middle`` is aligned: its tiles are read 16 bytes at a time, the edges by a masked tile.
     if EDGES:
         middle, before, width = row_middle(
             logits + tl.program_id(0).to(tl.int64) * logits_stride, columns, VECTOR
@@ -92,6 +93,7 @@ def cross_entropy_kernel(
                 mass_lanes = lanes
             else:
                 mass += spread * columns
+            # The linear sum counts from the row's first logit: near it differences are exact, however large logits are.
             origin = tl.load(logits + rows * logits_stride, mask=live, other=0.0).to(tl.float32)
             origin = tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
         if not SOFT:
@@ -103,6 +105,7 @@ def cross_entropy_kernel(
                 x, edges, inside, targets, weight, keep, spread, origin,
                 largest, total, linear, mass, lanes, linear_lanes, mass_lanes, SOFT, SMOOTHED, False,
             )  # fmt: skip
+        # The row's only tile stays in registers for its gradient.
         if WHOLE:
             whole_inside = live[:, None] & (offsets < width)
             whole_tile = tl.load(middle + offsets, mask=whole_inside, other=float("-inf")).to(tl.float32)
@@ -119,6 +122,7 @@ def cross_entropy_kernel(
                     tile, before + at, tile_inside, targets, weight, keep, spread, origin,
                     largest, total, linear, mass, lanes, linear_lanes, mass_lanes, SOFT, SMOOTHED, True,
                 )  # fmt: skip
+            # Lanes are added up once a row, not once a tile.
             total += tl.sum(lanes, 1)
             if SOFT or SMOOTHED:
                 linear += tl.sum(linear_lanes, 1)
@@ -149,6 +153,7 @@ def cross_entropy_kernel(
             factor = factor * tl.load(grad_output + rows * grad_output_stride, mask=live, other=0.0)
         if denominator is not None:
             factor = tl.div_rn(factor, tl.zeros((ROWS,), tl.float32) + tl.load(denominator))
+        # A label that is no class must show, as a NaN row.
         factor = tl.where(known, factor, float("nan"))
         slope = mass + 2.0 * z_loss * (largest + log_sum)
         outputs = gradient + rows[:, None] * gradient_stride

@@ -69,6 +69,7 @@ def launch_in_torch(
     if not soft:
         check_bounds(target, columns, ignore_index)
     factor = factors(stats, scale, grad_output, denominator)
+    # Most losses are plain ones, for which torch's softmax kernels need fewest passes.
     if weight is None and label_smoothing == z_loss == 0 and not soft:
         return _run_plain(logits, target, ignore_index, stats, losses, shares, factor, gradient)
     for at in _slices(logits):
@@ -134,6 +135,7 @@ def _run_plain(
             gradient[at] = values.scatter_add_(1, label[at], less[at]).mul_(factor[at, None])
     if losses is not None:
         stats[0], stats[2] = 0.0, share
+    # Ignored rows are zeroed afterwards: most batches have none.
     if not live.all():
         for each in (losses, gradient):
             if each is not None:

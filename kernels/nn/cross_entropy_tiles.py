@@ -11,6 +11,7 @@ def row_middle(row, columns, VECTOR: constexpr):
 
     row: pointer to the row's first column, at any address. VECTOR: elements in 16 bytes.
     """
+    # A row may be shorter than its way to the first aligned element.
     before = tl.minimum((16 - row.to(tl.int64) % 16) % 16 // (16 // VECTOR), columns).to(tl.int32)
     return tl.multiple_of(row + before, 16), before, (columns - before) // VECTOR * VECTOR
 
@@ -57,6 +58,7 @@ def sum_tile(
     """
     higher = tl.maximum(largest, tl.max(x, 1))
     shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is NaN
+    # Sums so far were relative to the old largest value.
     shrink = tl.exp(largest - shift)
     terms = tl.exp(x - shift[:, None])
     total = total * shrink
@@ -90,6 +92,7 @@ def write_tile(
     output: pointers [R, B]. target_output: pointers [R, B] for factor * keep * weight * (lse - x), the gradient of
     probabilities; or None. live: int1, label: int64, the others fp32, [R].
     """
+    # Two subtractions: largest + log_sum would round away digits far from zero.
     place = (x - largest[:, None]) - log_sum[:, None]
     value = slope[:, None] * tl.exp(place)
     if SOFT or SMOOTHED:

@@ -145,6 +145,7 @@ def _launch_backward(
         group_norm_slabs.backward(dy, x, weight, bias, statistics, dx, dweight, dbias, slabs, silu)
         return found
     shares, parts, constants = _cut(x, num_groups, memory_format, BACKWARD_ELEMENTS, 2)
+    # Programs write sums over their pixels; a second kernel adds them over samples in a fixed order.
     sums = [gradient for gradient in (dweight, dbias) if gradient is not None]
     columns = torch.empty((len(sums), samples * shares, channels), dtype=torch.float32, device=x.device)
     dweights = None if dweight is None else columns[0]
@@ -171,6 +172,7 @@ def _fake_backward(dy: Any, x: Tensor, weight: Any, bias: Any, statistics: Any, 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, bias, ctx.num_groups, ctx.eps, ctx.silu = inputs
+    # The statistics are saved for the backward, and are no differentiable result.
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(x, weight, bias, output[1])

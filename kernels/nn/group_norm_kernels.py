@@ -17,6 +17,7 @@ def group_place(groups, pixels, CPG: constexpr, PT: constexpr, LAST: constexpr):
     program = tl.program_id(0)
     sample = (program // groups).to(tl.int64)
     channel = (program % groups) * CPG
+    # Shares are whole tiles, so that only the last one of a sample is masked.
     share = tl.cdiv(tl.cdiv(pixels, PT), tl.num_programs(1)) * PT
     low = tl.program_id(1) * share
     base = sample * groups * CPG * pixels + (channel if LAST else channel.to(tl.int64) * pixels)
@@ -98,6 +99,7 @@ def group_forward_kernel(
         place, inside = tile_places(channels, points, high, groups, pixels, CPG, LAST)
         value = tl.load(x + base + place, mask=inside, other=0.0).to(tl.float32)
         mean = tl.div_rn(tl.sum(value), number)
+        # Two passes over registers: no cancellation between E[x^2] and mean^2.
         value = tl.where(inside, value - mean, 0.0)
         rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(value * value), number) + eps))
         value *= rstd * channel_values(weight, first, channels, 1.0, CPG, LAST)
@@ -108,12 +110,14 @@ def group_forward_kernel(
         tl.store(statistics + group, mean)
         tl.store(statistics + total + group, rstd)
     else:
+        # Every program merges all shares itself, which spares a third launch.
         if PHASE == 2:
             lanes = tl.arange(0, PARTS)
             here = lanes < tl.num_programs(1)
             part = parts + (group * tl.num_programs(1) + lanes) * 3
             means = tl.load(part, mask=here, other=0.0)
             sizes = tl.load(part + 2, mask=here, other=0.0)
+            # Shares are merged after Chan, Golub and LeVeque (1983).
             mean = tl.div_rn(tl.sum(means * sizes), number)
             mean += tl.div_rn(tl.sum((means - mean) * sizes), number)
             distance = means - mean
@@ -127,6 +131,7 @@ def group_forward_kernel(
                 tl.store(part + 2, size)
         if PHASE != 1:
             rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(spread, number) + eps))
+            # All programs of a group have the same statistics; one writes them.
             if tl.program_id(1) == 0:
                 tl.store(statistics + group, mean)
                 tl.store(statistics + total + group, rstd)
@@ -147,6 +152,7 @@ def gradient_tile(dy, x, place, inside, mean, rstd, scale, shift, SILU: constexp
     """Return tiles of n = (x - mean) * rstd and of the gradient of n * scale + shift, fp32; both 0 outside."""
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     gradient = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
+    # Elements outside must add nothing to the sums.
     value = tl.where(inside, (value - mean) * rstd, 0.0)
     if SILU:
         z = value * scale + shift
@@ -217,6 +223,7 @@ def group_backward_kernel(
                     weight_sum += gradient * value
                     bias_sum += gradient
                 store_channels(dweights, dbiases, row, weight_sum, bias_sum, c + channels, CPG, LAST)
+                # The weight is constant for a channel: sums over pixels are multiplied by it once.
                 level += tl.sum(bias_sum * scale)
                 slope += tl.sum(weight_sum * scale)
             if PHASE == 1:

@@ -84,6 +84,7 @@ def slab_place(channels, pixels, CT: constexpr, PT: constexpr):
     blocks = tl.cdiv(channels, CT)
     sample = (tl.program_id(0) // blocks).to(tl.int64)
     channel = tl.program_id(0) % blocks * CT + tl.arange(0, CT)
+    # Shares are whole tiles, so that only the last one of a sample is masked.
     share = tl.cdiv(tl.cdiv(pixels, PT), tl.num_programs(1)) * PT
     low = tl.program_id(1) * share
     row = sample * tl.num_programs(1) + tl.program_id(1)
@@ -138,6 +139,7 @@ def channel_statistics_kernel(
         share = tl.where(steps > 1.0, 1.0 / steps, 1.0)  # ``/`` of 1 and 1 need not be 1, but a value next to it
         mean = tl.fma(delta, share, mean)
         m2 = tl.fma(delta, value - mean, m2)
+    # Lanes of one program differ in their number of pixels by at most one.
     count = ((tl.maximum(high - low, 0) - tl.arange(0, PT) + PT - 1) // PT).to(tl.float32)
     count = tl.where((channel < channels)[None, :], count[:, None], 0.0)
     center = channel_mean(count, mean, tl.maximum(over_tile(count, False), 1.0), False)
@@ -170,6 +172,7 @@ def group_statistics_kernel(
     share: pixels of each, of the last ones what is left. Merged after Chan, Golub and LeVeque (1983).
     """
     lane = tl.arange(0, PARTS)
+    # Counts follow from the shape, so that shares hand over two numbers instead of three.
     size = tl.maximum(tl.minimum(pixels - lane * share, share), 0).to(tl.float32)
     count = tl.zeros((1,), tl.float32)
     mean = tl.zeros((1,), tl.float32)
@@ -206,6 +209,7 @@ def normalize_kernel(
     channels = divided(channels, VECTOR)
     sample, channel, low, high, _ = slab_place(channels, pixels, CT, PT)
     mean, rstd = of_groups(statistics, total, sample, channel, channels, CPG)
+    # A program's channels may belong to several groups: terms are vectors over channels.
     scale = (rstd * of_channels(weight, channel, channels, 1.0))[None, :]
     shift = of_channels(bias, channel, channels, 0.0)[None, :]
     first = sample * pixels * channels
@@ -327,6 +331,7 @@ def backward(
     with on_device(x.device):
         channel_sums_kernel[cut.grid()](*given, sums, cut.channels, cut.pixels, total, cut.rows, **constants)
         if dx is not None:
+            # dx needs the means of its whole group, hence two more launches; the other gradients do not.
             levels = torch.empty_like(statistics)
             group_sums_kernel[(total,)](
                 sums, weight, levels, cut.groups, cut.channels, cut.rows, cut.shares, float(cut.each * cut.pixels),
@@ -334,6 +339,7 @@ def backward(
             )  # fmt: skip
             input_gradient_kernel[cut.grid()](*given, levels, dx, cut.channels, cut.pixels, total, **constants)
         wanted = [(part, out) for part, out in zip(sums, (dweight, dbias), strict=True) if out is not None]
+        # One launch adds up both sums, which lie next to each other.
         if len(wanted) == 2:
             add_parts(sums, [out for _, out in wanted])
         elif wanted:

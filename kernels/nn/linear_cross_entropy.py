@@ -67,8 +67,10 @@ def _run_chunks(
     weight = padded(weight.to(hidden.dtype))
     bias, width = None if bias is None else padded(bias.to(hidden.dtype)), len(weight)
     of_hidden, of_weight, of_bias = gradients
+    # The padded rows behind the weight's gradient take the products with padded classes, which are 0.
     total = None if of_weight is None else of_weight.as_strided((width, of_weight.shape[1]), of_weight.stride())
     chunk = min(count, chunk or default_chunk(count, hidden.shape[1], classes))
+    # Every chunk uses the same memory: logits first, then their gradient.
     buffer = hidden.new_empty(chunk, width)
     stats = hidden.new_empty(3 * chunk, dtype=torch.float32)
     for sums in (total, of_bias):
@@ -112,6 +114,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 @functools.cache
 def _adds_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether this torch can add a low-precision product to an FP32 matrix: some versions refuse."""
+    # Tried once, not looked up by version.
     a = torch.zeros(16, 16, dtype=dtype, device=device)
     total = torch.zeros(16, 16, device=device)
     try:
@@ -185,7 +188,7 @@ def _backward(
     of_weight: bool,
     of_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients for a gradient of each row's loss, [N], from logits that are made again."""
+    """Return the gradients for a gradient of each row's loss, [N]; the logits are computed again."""
     wanted = (of_hidden, of_weight, of_bias)
     made = _empty_gradients(hidden, weight, *wanted)
     losses = torch.empty_like(hidden[:, :1].reshape(-1), dtype=torch.float32)
@@ -217,12 +220,14 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
         inputs = (hidden, weight, target, bias, *ctx.settings[:4])
         return *eager_gradients(reference, inputs, (grad,)), *rest[:4]
     wanted = tuple(ctx.needs_input_grad[i] for i in (0, 1, 3))
+    # The forward made the gradients that are wanted: they need their factor alone.
     if all(k or not w for k, w in zip(kept, wanted, strict=True)):
         over = denominator if reduction == "mean" else None
         places = zip((hidden, weight, bias), made, wanted, strict=True)
         found = [scaled_gradient(g, grad, over, x.dtype) if w else None for x, g, w in places]
     else:
         if reduction == "mean":
+            # Without any label the gradients are 0, not 0 / 0.
             grad = grad / torch.where(denominator == 0, 1.0, denominator)
         again = _backward_op(
             grad.expand(len(hidden)), hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, chunk,
@@ -271,12 +276,15 @@ def linear_cross_entropy(
         ValueError: shapes that do not match, an unknown reduction, label_smoothing outside of [0, 1], chunk < 1.
     """
     device = hidden.device.type
+    # As torch's linear does; the op itself is opaque to autocast.
     if torch.is_autocast_enabled(device) and hidden.dtype in FLOATS:
         hidden = hidden.to(torch.get_autocast_dtype(device))
         weight, bias = _in_dtype(weight, hidden.dtype), None if bias is None else _in_dtype(bias, hidden.dtype)
     check_linear_arguments(hidden, weight, target, bias, reduction, label_smoothing, chunk)
+    # The kernels take rows at any distance, with adjacent features.
     x = hidden.reshape(target.numel(), hidden.shape[-1])
     x = x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+    # With "none" each row's factor is known in the backward only.
     now = reduction != "none" and wants_gradients_now()
     wanted = [now and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     loss = _op(

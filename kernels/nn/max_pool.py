@@ -62,6 +62,7 @@ def pool_kernel(
             there = (h >= 0) & (h < height) & (w >= 0) & (w < width)
             place = ((sample * height + h) * width + w).to(tl.int64)[:, None] * channels + channel
             value = tl.load(x + place, mask=inside & there[:, None], other=float("-inf")).to(tl.float32)
+            # The first of equal values wins; a NaN always does, and "chosen < 0" takes a first -inf.
             takes = there[:, None] & ((value > best) | (value != value) | (chosen < 0))
             best = tl.where(takes, value, best)
             chosen = tl.where(takes, i * KW + j, chosen)
@@ -90,6 +91,7 @@ def pool_backward_kernel(
     w = pixel % width + PW
     sample = row // height
     total = tl.zeros((PIXELS, CHANNELS), tl.float32)
+    # An element asks every window that may hold it whether it was chosen: no atomics.
     for a in tl.static_range((KH + SH - 1) // SH):
         for b in tl.static_range((KW + SW - 1) // SW):
             out_h, out_w = h // SH - a, w // SW - b  # windows that may hold it, the last first
@@ -133,6 +135,7 @@ def max_pool2d(
             f"max_pool2d(compiled=True) serves bfloat16 and float32 on a CPU, got {x.dtype} on '{x.device}'. Leave "
             "compiled out."
         )
+    # Under a tracer the places are always made: the traced graph may run with gradients.
     saved = watcher(COMPILER, ANY_MODE, TRANSFORM) is not None or (torch.is_grad_enabled() and x.requires_grad)
     return _POOL(x, [*kernel_size, *stride, *padding], saved, compiled)[0]
 
@@ -218,6 +221,7 @@ def _forward(x: Tensor, window: list[int], saved: bool = True, compiled: bool = 
         x = x.contiguous(memory_format=torch.channels_last)
         _launch(pool_kernel, x, y, where if saved else None, x.shape[2:], y.shape[2:], window)
         return y, where
+    # Without places torch's kernel writes no int64 for each result.
     if not saved:
         return y.copy_(F.max_pool2d(x, window[:2], window[2:4], window[4:])), where
     values, index = F.max_pool2d(x, window[:2], window[2:4], window[4:], return_indices=True)

@@ -70,6 +70,7 @@ def join(tensors: Sequence[Tensor], dim: int) -> Tensor:
     shape = [*tensors[0].shape]
     shape[dim] = sum(sizes)
     layout = torch.contiguous_format if tensors[0].is_contiguous() else torch.channels_last
+    # A meta tensor carries shape and layout of the result.
     like = torch.empty(shape, dtype=tensors[0].dtype, device="meta", memory_format=layout)
     return _Whole.apply(like, tensors[0].device, lambda x: x.split(sizes, dim), *tensors)
 
@@ -77,6 +78,7 @@ def join(tensors: Sequence[Tensor], dim: int) -> Tensor:
 def copy_wide(target: Tensor, source: Tensor) -> None:
     """Copy source to target, of equal shape; for equal dtypes in words of up to 16 bytes, if rows hold whole ones."""
     if target.dim() and target.stride(-1) != 1 and 1 in target.stride():
+        # Words lie along the dimension that is adjacent in memory: make it the last.
         inner = target.stride().index(1)
         target, source = target.movedim(inner, -1), source.movedim(inner, -1)
     word = None
@@ -97,6 +99,7 @@ def _holds(x: Tensor, size: int) -> bool:
 class _Parts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, take: Take) -> tuple[Tensor, ...]:
+        # A meta tensor remembers the layout without holding memory.
         ctx.take, ctx.like, ctx.device = take, torch.empty_like(x, device="meta"), x.device
         ctx.set_materialize_grads(False)
         return tuple(take(x))

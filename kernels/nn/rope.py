@@ -110,10 +110,12 @@ def rope_kernel(
         if WIDE:
             c2 = tl.load(cos + HALF + pair, mask=here, other=0.0).to(tl.float32)
             s2 = tl.load(sin + HALF + pair, mask=here, other=0.0).to(tl.float32)
+    # Cos and sin may differ between the two columns of a pair, so the transpose exchanges them.
     if INVERSE:  # the transpose of ((c1, -s1), (s2, c2))
         first, second = -s2, -s1
     else:
         first, second = s1, s2
+    # Queries and keys share a launch: the second grid dimension tells them apart.
     if part < q_chunks:
         rotate_heads(
             q + batch * q_b, q_out + batch * qo_b, part * chunk, tl.minimum(part * chunk + chunk, q_heads),
@@ -258,6 +260,7 @@ def _check(name: str, tensors: dict[str, Tensor], cos: Tensor, sin: Tensor, rota
     if cos.dim() == 3 and (first.dim() == 2 or cos.shape[0] not in (1, first.shape[0])):
         raise ValueError(f"{name}: cos of shape {tuple(cos.shape)} does not broadcast to {tuple(first.shape)}.")
     width = cos.shape[-1]
+    # Half of D columns may mean D / 2 pairs or R = D / 2: the former is usual, the latter wants rotary_dim.
     rotary = rotary_dim if rotary_dim is not None else dim if 2 * width == dim else width
     if rotary % 2 or not 0 < rotary <= dim or width not in (rotary, rotary // 2):
         raise ValueError(
@@ -302,6 +305,7 @@ def _bound(rotary: int, interleaved: bool, inverse: bool, *lie: tuple[tuple[int,
     heads = [x.shape[1] for x in pairs[::2]] + [0] * (2 - len(pairs[::2]))
     shape = _shape(positions, dim, rotary)
     blocks = (positions + shape["POSITIONS"] - 1) // shape["POSITIONS"]
+    # Heads of a program share its cos and sin, but the device must be full.
     chunk = max(1, min(max(heads), sum(heads) * batch * blocks // _PROGRAMS))
     chunks = [(n + chunk - 1) // chunk for n in heads]
     strides = [s for x in pairs for s in x.stride()[:3]] + [0] * (12 - 3 * len(pairs))
@@ -314,6 +318,7 @@ def _bound(rotary: int, interleaved: bool, inverse: bool, *lie: tuple[tuple[int,
 
 def _in_rows(x: Tensor) -> Tensor:
     """Return x with adjacent columns and its negation resolved; a copy if need be."""
+    # A kernel reads memory, which a lazily negated tensor shares with its original.
     if x.is_neg():
         x = x.resolve_neg()
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -336,6 +341,7 @@ def _run(
     tensors: list[Tensor], cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool, compiled: bool
 ) -> list[Tensor]:
     outs = [torch.empty_like(x) for x in tensors]
+    # empty_like keeps the order of dimensions, which may put another one than D innermost.
     rows = all(x.numel() and out.stride(-1) == 1 for x, out in zip(tensors, outs, strict=True))
     if rows and (compiled or can_launch(cos.device)):
         _launch(tensors, outs, cos, sin, rotary, interleaved, inverse, compiled)
@@ -377,6 +383,7 @@ def _qk_fake(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *tensors, ctx.rotary, ctx.interleaved, ctx.inverse, ctx.compiled = inputs
+    # A rotation is linear: its backward needs the angles alone.
     ctx.save_for_backward(*tensors[-2:])
     ctx.set_materialize_grads(False)
 
@@ -388,6 +395,7 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def _qk_backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
     rest = (*ctx.saved_tensors, ctx.rotary, ctx.interleaved, not ctx.inverse, ctx.compiled)
+    # A missing gradient is zero: rotate the other one alone.
     if dq is not None and dk is not None:
         dq, dk = _ROPE_QK(dq, dk, *rest)
     else:

@@ -32,6 +32,7 @@ def scale_kernel(values, factor, denominator, results, count, IN_PLACE: constexp
     if denominator is not None:
         over = tl.load(denominator)
         by = tl.div_rn(by, tl.where(over == 0.0, 1.0, over))
+    # A loss without a loss scale: the values are the gradient already.
     if IN_PLACE:
         if by == 1.0:
             return
@@ -95,5 +96,6 @@ def _last_look(values: Tensor) -> bool:
     """Return whether this backward alone still reads its graph's saved tensors, and no tracer records it."""
     if type(values) is not Tensor or watcher(COMPILER, ANY_MODE) is not None or keeps_graph():
         return False
+    # Someone else may hold the saved tensor: a hook, or the output itself.
     owners = storage_owners(values)
     return owners is not None and owners <= _OWNERS

@@ -110,6 +110,7 @@ def adam_block(
         m_stored = m.to(STATE_DTYPE)
         v_stored = v.to(STATE_DTYPE)
     largest = v
+    # The update uses the maximum before it is rounded.
     if AMSGRAD:
         before = tl.load(max_exp_avg_sq + offset, mask=mask).to(tl.float32)
         largest = tl.maximum(before, v, propagate_nan=tl.PropagateNan.ALL)
@@ -140,12 +141,14 @@ def adam_chunk(
     exp_avg = elements_at(tl.load(entry + STATE), start, STATE_DTYPE, WRITTEN_ALIGNED)
     exp_avg_sq = elements_at(tl.load(entry + STATE + 1), start, STATE_DTYPE, WRITTEN_ALIGNED)
     max_exp_avg_sq = elements_at(tl.load(entry + STATE + 2), start, STATE_DTYPE, WRITTEN_ALIGNED)
+    # Any pointer: it is not used without a shadow, but the block's signature has one.
     shadow = param
     has_shadow = False
     if SHADOW_DTYPE is not None:
         shadow_address = tl.load(entry + SHADOW)
         has_shadow = shadow_address != 0
         shadow = elements_at(shadow_address, start, SHADOW_DTYPE, WRITTEN_ALIGNED)
+    # Random bits depend on the tensor's number and the element, not on how tensors are cut into chunks.
     index = tl.load(entry + INDEX)
     whole = length // BLOCK * BLOCK
     for first in range(0, whole, BLOCK):
@@ -186,6 +189,7 @@ def adam_kernel(
     if found_inf is not None:
         if tl.load(found_inf) != 0.0:
             return
+    # Every program of a skipped tensor returns here, so none counts its step.
     tensor, entry, start, length = chunk_place(chunks, entries, CHUNK)
     address = tl.load(gradients + tensor)
     if address == 0:
@@ -198,6 +202,7 @@ def adam_kernel(
         rate = tl.load(lr).to(tl.float64)
     step_count = tl.load(entry + STEP).to(tl.pointer_type(tl.float32))
     step = tl.load(step_count) + 1.0
+    # beta ** step in FP64 by its logarithm, which the host computed.
     power1 = tl.exp(step.to(tl.float64) * double(log1_high, log1_low))
     power2 = tl.exp(step.to(tl.float64) * double(log2_high, log2_low))
     step_size = (rate / (1.0 - power1)).to(tl.float32)
@@ -258,6 +263,7 @@ def launch(
         return
     pointer, rate = device_rate(lr, plan.device)
     beta1, beta2 = settings.betas
+    # Triton passes scalars as FP32, which would round lr and log(beta).
     pairs = [split(value) for value in (rate, settings.weight_decay, _log(beta1), _log(beta2))]
     lerp_weight, from_gradient = _lerp_weight(beta1)
     with on_device(plan.device):

@@ -72,6 +72,7 @@ def copy_kernel(
         element = first + tl.arange(0, BLOCK)
         value = tl.load(weight + element, mask=element < length, other=0.0)
         tl.store(copy + element, value.to(COPY_DTYPE), mask=element < length)
+    # The last program to finish clears the flag, when all have read it.
     count_step(arrivals, tl.num_programs(0), changed, 0)
 
 
@@ -96,6 +97,7 @@ class ChangedCopies:
         rows: Sequence[int],
     ) -> None:
         self._plan = MultiTensorPlan(weights, shadows=copies)
+        # The plan's tables serve without gradients, too.
         bound = self._plan.bind([None] * len(weights))
         self._tables, self._aligned = bound.tables, bound.aligned
         device, width = self._plan.device, len(addresses[0])

@@ -20,6 +20,7 @@ def check_operand(name: str, position: int, tensor: Tensor, param: Tensor | None
         ValueError: not dense; or not of the parameter's device, shape and strides.
     """
     where = f"{name}[{position}]"
+    # The address of a wrapper is not that of its elements.
     if type(tensor) not in (Tensor, Parameter) and is_traceable_wrapper_subclass(tensor):
         raise TypeError(f"{where} is a {type(tensor).__name__}, which has no memory of its own: pass its local tensor.")
     if tensor.layout != torch.strided:
@@ -82,6 +83,7 @@ def device_rate(lr: float | Tensor, device: torch.device) -> tuple[Tensor | None
         return None, float(lr)
     if lr.device == device and lr.dtype == torch.float64 and lr.numel() == 1:
         return lr, 0.0
+    # A number on the CPU is read without a sync.
     if lr.device.type == "cpu" and not (lr.device == device and lr.dtype == torch.float32):
         return None, float(lr.item())
     return check_scalar("lr", lr, device), 0.0

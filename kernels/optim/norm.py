@@ -45,6 +45,7 @@ def chunk_squares(address, start, length, factor, GRADIENT: constexpr, ALIGNED: 
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     bad = tl.zeros((BLOCK,), tl.int32)
+    # Whole blocks go without a mask, so that their loads are wide.
     whole = length // BLOCK * BLOCK
     for offset in range(0, whole, BLOCK):
         value = tl.load(gradient + (offset + lanes)).to(tl.float32) * factor

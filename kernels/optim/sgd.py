@@ -69,6 +69,7 @@ def sgd_block(
     if DECAY:
         g = tl.fma(p, weight_decay, g)
     if STATE_DTYPE is not None:
+        # The first step's buffer is the gradient itself, without dampening.
         kept = g
         if not FIRST:
             before = tl.load(buffer + offset, mask=mask).to(tl.float32)
@@ -95,6 +96,7 @@ def sgd_chunk(
     buffer = param
     if STATE_DTYPE is not None:
         buffer = elements_at(tl.load(entry + STATE), start, STATE_DTYPE, WRITTEN_ALIGNED)
+    # Any pointer: it is not used without a shadow, but the block's signature has one.
     shadow = param
     has_shadow = False
     if SHADOW_DTYPE is not None:

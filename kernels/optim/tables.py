@@ -202,6 +202,7 @@ class MultiTensorPlan:
 
     def _current_tables(self) -> Tables:
         addresses = [tensor.data_ptr() for tensor in self._operands]
+        # Compared at every bind, since kernels would go on writing to freed memory.
         if addresses != self._addresses:  # tensors got other memory: p.data = …, module.to(…)
             self._check()
             self._tables = self._build()
@@ -234,6 +235,7 @@ class MultiTensorPlan:
                 "before the capture, and put no other memory under parameters or states after it."
             )
         missing = (None,) * len(self.params)
+        # Every entry has the same columns, so that all kernels share one table.
         states = (*self.states, *[missing] * (_MOST_STATES - len(self.states)))
         columns = zip(self.params, *states, self.steps or missing, self.shadows or missing, strict=True)
         elements = [param.numel() for param in self.params]
@@ -244,6 +246,7 @@ class MultiTensorPlan:
         ]
         count = int64_table(chunks)
         owner = torch.arange(len(chunks), device="cpu").repeat_interleave(count)
+        # Number of a chunk within its tensor: its position less the chunks of the tensors before.
         place = torch.arange(len(owner), device="cpu") - (count.cumsum(0) - count)[owner]
         return Tables(
             chunks=sent_to(torch.stack((owner, place), dim=1).int(), self.device),
@@ -310,7 +313,7 @@ def written_aligned(entry):
 
 @jit()
 def count_step(arrivals, programs, step_count, step):
-    """The last of a tensor's programs to come here stores ``step`` (fp32): all of them have read the old one by then.
+    """Store ``step`` (fp32) if this is the last program of its tensor to arrive: all have read the old one by then.
 
     arrivals: int32 [1], zero before the launch and after it. programs: how many come. step_count: fp32 [1].
     """

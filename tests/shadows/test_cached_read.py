@@ -40,7 +40,7 @@ def forward(store: ShadowStore, weights: list[Tensor]) -> list[Tensor]:
     return shadows
 
 
-def plan_of(weights: list[Tensor]) -> CachedRead:
+def cached_read_of(weights: list[Tensor]) -> CachedRead:
     return CachedRead.of(weights, [Entry.of(weight, torch.bfloat16, None, lambda _: None) for weight in weights])
 
 
@@ -87,7 +87,7 @@ def test_a_step_on_some_weights_is_looked_at(weights: list[Tensor], looks: list[
     assert looks == [True, True]
 
 
-def test_a_copy_by_one_plan_is_known_to_another(weights: list[Tensor], looks: list[bool]):
+def test_a_copy_by_one_read_is_known_to_another(weights: list[Tensor], looks: list[bool]):
     store = ShadowStore(torch.bfloat16)
     forward(store, weights)
     forward(store, weights[::-1])  # the same weights in another order
@@ -101,7 +101,7 @@ def test_a_copy_by_one_plan_is_known_to_another(weights: list[Tensor], looks: li
     assert after == versions  # no change since: two forwards before one backward are legal
 
 
-def test_weights_of_another_plan_are_looked_at(weights: list[Tensor], looks: list[bool]):
+def test_weights_of_another_read_are_looked_at(weights: list[Tensor], looks: list[bool]):
     store = ShadowStore(torch.bfloat16)
     forward(store, weights[:1])
     forward(store, weights[1:])
@@ -130,7 +130,7 @@ def test_a_shadow_that_no_longer_fits_is_made_again(weights: list[Tensor], looks
     store.note_stepping(weights)
     looks.clear()
     change(weights[0])
-    assert not plan_of(weights).fits([weights[1], weights[0], weights[2]])
+    assert not cached_read_of(weights).fits([weights[1], weights[0], weights[2]])
     new = forward(store, weights)
     assert looks == [True]
     assert new[0] is not old[0] and new[1] is old[1]
@@ -149,16 +149,16 @@ def test_only_frozen_weights_are_copied_when_they_show_a_change(looks: list[bool
     assert store.refreshes == refreshes + 1
 
 
-def test_what_a_plan_sees(weights: list[Tensor]):
-    plan = plan_of(weights)
-    assert plan.holds(weights) and plan.fits(weights) and plan.changed(weights) is False
+def test_what_a_cached_read_sees(weights: list[Tensor]):
+    cached = cached_read_of(weights)
+    assert cached.holds(weights) and cached.fits(weights) and cached.changed(weights) is False
     with torch.no_grad():
         weights[0].add_(1)
-    assert not plan.holds(weights) and plan.fits(weights) and plan.changed(weights) is None
+    assert not cached.holds(weights) and cached.fits(weights) and cached.changed(weights) is None
     with torch.no_grad():
         weights[1].add_(1)
         weights[2].add_(1)
-    assert plan.changed(weights) is True
-    plan.note_versions(weights)
-    assert plan.holds(weights)
-    assert plan_of([weights[0], weights[0]]).distinct == 1
+    assert cached.changed(weights) is True
+    cached.note_versions(weights)
+    assert cached.holds(weights)
+    assert cached_read_of([weights[0], weights[0]]).distinct == 1

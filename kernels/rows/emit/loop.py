@@ -1,7 +1,7 @@
 """Writes kernels for rows longer than a tile: each level of reductions is one more pass over the columns of a row.
 
-A program reads a row once a level and once more for what is stored. It adds column partials up in memory, in its own
-row of them, since a row's worth of them does not fit into registers.
+A program reads a row once for each level and once more to store its results. It adds column partials up in memory, in
+its own row of them, since a row's worth of them does not fit into registers.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Counts:
 
     Attributes:
         accesses: loads and stores of memory, by dtype; each tensor that varies along rows and columns counts once.
-        steps: what is computed, by kind; what is read again from the cache is a plain one.
+        steps: computations, by kind; a value read again from the cache counts as a plain one.
     """
 
     accesses: Counter[torch.dtype]

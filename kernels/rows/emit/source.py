@@ -87,6 +87,7 @@ def _tiles(w: Writer) -> None:
             w.line(f"total_{n} += tl.where({mask}, {w.text(store.value)}, 0.0)")
         w.store()
     if w.partials:
+        # Each program has a row of partials of its own: no atomics, so sums have the same bits each time.
         w.line(f"mine = partials + first.to(tl.int64) * {w.width}")
     for n, (store, offset) in enumerate(w.partials):
         mask = ", mask=inside_row" if store.columns and w.addresses.inside_row else ""

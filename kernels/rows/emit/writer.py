@@ -37,6 +37,7 @@ class Writer:
         self.loads = dict(zip(values, loads, strict=True))
         self.ports = dict(program.loads)
         self.stores = [each for each in zip(program.stores, stores, strict=True) if not each[0].partial]
+        # An output in FP32 shows errors that a rounding to low hides.
         self._exact = any(store.dtype is torch.float32 and store.rows and store.columns for store in program.stores)
         self._decisive = program.decisive
         self.partials: list[tuple[Store, int]] = []
@@ -141,6 +142,7 @@ class Writer:
         # Integers are compared as such: int64 has values that FP32 does not.
         whole = value.op in COMPARISONS and any(isinstance(a, Value) and a.kind == "integer" for a in value.args)
         arguments = [str(int(a)) if whole and not isinstance(a, Value) else self.text(a) for a in value.args]
+        # One number a row is cheap to compute exactly, and its error would be in every element of the row.
         exact = value.op in _EXACT and (self._exact or not value.columns or value in self._decisive)
         return (_EXACT if exact else _EXPRESSIONS)[value.op].format(*arguments)
 

@@ -37,6 +37,7 @@ def backward(
     # A statistic that was saved cuts the walk short: behind it nothing is read again, except for a double backward.
     statistics = {v: n for n, v in enumerate(_statistics(fw, roots, sources.keys() | {*given}))}
     used = {*walk(roots, lambda v: v in sources or v in statistics or v in given)}
+    # A double backward recomputes the statistics, so inputs that only they need are saved besides.
     again = {*walk(roots, lambda v: v in sources or v in given)}
     read = [value for value in sources if value in used]
     saved = [*(sources[value] for value in read), *(("statistic", n) for n in statistics.values())]
@@ -72,6 +73,7 @@ def _stores(
         value = 0.0 if gradient is None else gradient
         own = id(value) if isinstance(value, Value) else value
         key = (own, port.dtype, alike[n])
+        # Such gradients are stored in full FP32 whatever the input's dtype, so inputs of any layout may share one.
         if port.some_rows:
             key = (own, port.columns, "any")
         if port.rows and key in known:

@@ -31,12 +31,14 @@ def gradients(
         """Add to the gradient of a value; ``wide``: one gradient a column, even if all columns have the same."""
         if gradient is None or not isinstance(value, Value) or value not in needed:
             return
+        # A value that is the same in all columns gets the sum of their gradients.
         if wide and not value.columns:
             gradient = b.reduce("sum", gradient)
         found[value] = b("add", found[value], gradient) if value in found else gradient
 
     for output, cotangent in zip(outputs, cotangents, strict=True):
         add(output, cotangent, isinstance(cotangent, Value) and cotangent.columns)
+    # In reverse order of construction: all uses of a value have added to its gradient before it is passed on.
     for value in reversed(walk(roots)):
         if value in found and value.op in _RULES:
             for argument, gradient in zip(value.args, _RULES[value.op](b, value, found[value]), strict=True):

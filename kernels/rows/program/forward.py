@@ -124,6 +124,7 @@ def _dropout(b: Builder, args: Any, kwargs: Any, shape: tuple[int, ...], seeds: 
             raise Declined("dropout of a tensor that is broadcast afterwards")
         if p == 1:
             return RowTerm(b("mul", x.value, 0.0), x.shape)
+        # The mask multiplies: dropped NaN and infinities stay NaN, as in torch.
         kept = b("mul", x.value, b.float(b.keep(next(seeds), float(p))))
         return RowTerm(b("mul", kept, 1.0 / (1.0 - p)), x.shape)
 

@@ -61,6 +61,7 @@ class Layout:
             if extent(dims) != 1 or any(x.shape[d] != 1 for d in dims):
                 for d in dims:
                     shape[d] = self.shape[d]
+        # Dimensions of size 1 are in neither list, and may stand anywhere.
         order = [d for d in range(rank) if d not in self.row_dims and d not in self.column_dims]
         order += [*self.row_dims, *self.column_dims]
         return x.expand(shape).permute(order).reshape(extent(self.row_dims), extent(self.column_dims))
@@ -137,6 +138,7 @@ def merged(layout: Layout, places: Sequence[tuple[list[int], int]]) -> tuple[tup
     kept: list[list[int]] = [[] for _ in places]
     for i, dim in enumerate(layout.row_dims):
         size = layout.shape[dim]
+        # Walking the outer dimension must equal walking past the end of this one, for every tensor.
         if sizes and all(own[-1] == size * rows[i] for own, (rows, _) in zip(kept, places, strict=True)):
             sizes[-1] *= size
             for own, (rows, _) in zip(kept, places, strict=True):

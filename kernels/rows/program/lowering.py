@@ -28,6 +28,7 @@ def lower(b: Builder, name: str, args: Sequence[Any], kwargs: Mapping[str, Any],
         raise Declined(f"{name} is no row operation")
     try:
         return function(TermBuilder(b, reduced), *args, **kwargs)
+    # The signature of a lowering is the list of arguments that it supports.
     except TypeError as error:  # arguments that the lowering does not have
         raise Declined(f"{name}: {error}") from None
 
@@ -52,6 +53,7 @@ def _div(c: TermBuilder, input: Any, other: Any, rounding_mode: Any = None) -> R
     if rounding_mode is not None:
         raise Declined("a division that rounds")
     if not _is_term(other) and other != 0:
+        # The reciprocal of a power of two is exact, and a product is cheaper than a division.
         return c("mul", input, 1.0 / other) if math.frexp(other)[0] in (0.5, -0.5) else c("div", input, other)
     return c("div", input, other)
 
@@ -93,6 +95,7 @@ def _hardtanh(
 
 
 def _relu(c: TermBuilder, input: RowTerm, inplace: bool = False) -> RowTerm:
+    # "le" is False for NaN, which must pass through.
     return c("where", c("le", input, 0.0), 0.0, input)
 
 
@@ -101,6 +104,7 @@ def _leaky_relu(c: TermBuilder, input: RowTerm, negative_slope: float = 0.01, in
 
 
 def _elu(c: TermBuilder, input: RowTerm, alpha: float = 1.0, inplace: bool = False) -> RowTerm:
+    # Positive inputs are 0 before expm1: an overflow in the branch that is not taken gives a gradient of NaN.
     low = c("where", c("gt", input, 0.0), 0.0, input)
     return c("where", c("gt", input, 0.0), input, c("mul", c("expm1", low), alpha))
 

@@ -56,6 +56,7 @@ class Store:
     def exact(self) -> bool:
         """True if loading the tensor gives back the very value that was computed with."""
         value = self.value
+        # A store in FP32 rounds nothing; a low one nothing that the program did not round before.
         return isinstance(value, Value) and (
             self.dtype is torch.float32 or (value.op == "round" and value.attribute is self.dtype)
         )
@@ -97,6 +98,7 @@ class RowProgram:
         the same bits in both kernels, however those are compiled.
         """
         loaded = {value for value, _ in self.loads}
+        # The walk ends at loads: both kernels read the same bits from memory.
         operands = [a for value in self._decisions for a in value.args if isinstance(a, Value)]
         return {*walk(operands, loaded.__contains__)}
 
@@ -124,7 +126,7 @@ class Forward:
     Attributes:
         builder: made the values; the backward goes on with it.
         inputs: the value of each graph input that is a tensor.
-        outputs: what is stored for each graph output.
+        outputs: the store of each graph output.
         made: how many values the forward has; what has a higher number belongs to a backward.
     """
 

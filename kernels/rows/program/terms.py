@@ -39,6 +39,7 @@ class TermBuilder:
         shapes = [a.shape for a in terms]
         shape = shapes[0] if all(s == shapes[0] for s in shapes) else tuple(torch.broadcast_shapes(*shapes))
         dropped = any(a.dropped and a.shape for a in terms)
+        # Its last dimensions are rows, and would be broadcast against another tensor's columns.
         if dropped and not all(a.dropped or not a.shape for a in terms):
             raise Declined("a reduction without its dimensions meets another tensor")
         values = [a.value if isinstance(a, RowTerm) else float(a) for a in args]
@@ -66,6 +67,7 @@ class TermBuilder:
 
     def _dims(self, x: RowTerm, dim: Any) -> list[int]:
         rank = len(x.shape)
+        # Counted from the end: tensors of a region differ in rank.
         dims = [*range(-rank, 0)] if dim is None else [dim] if isinstance(dim, int) else [*dim]
         dims = sorted(d - rank if d >= 0 else d for d in dims)
         if not dims or dims != [*range(-len(dims), 0)]:

@@ -48,6 +48,7 @@ def make_plan(
     Raises:
         Declined: row programs do not support the region for these inputs.
     """
+    # Shapes come from torch itself, for whatever ops the region holds.
     with torch.no_grad():
         _Shapes(gm).run(*[spec.empty(torch.device("meta")) for spec in inputs])
     if any(math.prod(spec.shape) == 0 for spec in inputs):
@@ -59,6 +60,7 @@ def make_plan(
     reduced = reduced_dimensions([node for node in gm.graph.nodes if node.op not in ("placeholder", "output")])
     returned: Any = gm.graph.output_node().args[0]
     outputs = [Spec(node.meta["shape"], node.meta["strides"], node.meta["torch_dtype"]) for node in returned]
+    # An expanded output has gaps or overlaps, and gets strides of the layout's afterwards.
     layout = _layout(shape, inputs, [spec for spec in outputs if is_dense(spec.shape, spec.strides)], reduced)
     derived = _derived(gm, inputs, layout, reduced, known)
     outputs = [
@@ -98,10 +100,12 @@ def _derived(
     Of sizes they depend only on those of the columns and on which others are 1; of strides, on which inputs are alike.
     """
     ones = tuple((spec.dtype, spec.wanted, tuple(size == 1 for size in spec.shape)) for spec in inputs)
+    # Equal shapes and strides have equal numbers: the first position at which they occur.
     lie = [(spec.shape, spec.strides) for spec in inputs]
     alike = tuple(map(lie.index, lie))
     columns = None if layout.flat else tuple(layout.shape[d] for d in layout.column_dims)
     key = (ones, alike, reduced, layout.row_dims, layout.column_dims, columns)
+    # The number of rows is no part of the key: calls that differ in it share the programs.
     if key not in known:
         known[key] = _derive(gm, inputs, layout, reduced, alike)
     return known[key]

@@ -51,6 +51,7 @@ def evaluate(
             if isinstance(value, Value)
             else torch.full((1, 1), value, dtype=dtype, device=tensors[0].device)
         )
+        # A kernel's programs store parts of this sum; a second stage adds them up.
         if store.partial:
             result = result.expand(layout.rows, result.shape[1]).sum(0, keepdim=True)
         shape = (1 if store.partial or not store.rows else layout.rows, layout.columns if store.columns else 1)

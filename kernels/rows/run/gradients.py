@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # Triton is loaded when a plan is made
 def finished(plan: RegionPlan, made: Sequence[Tensor]) -> list[Tensor]:
     """Return a gradient for each wanted input, in its shape and dtype, from the results of ``RegionPlan.backward``."""
     sums: Sequence[Tensor] = ()
+    # Partials of all column sums lie in one tensor: one sum finishes them.
     if plan.backward_launch.partials is not None:
         partials = made[-1]
         total = partials.sum(0) if len(partials) > 1 else partials.view(-1)
@@ -95,6 +96,7 @@ def evaluated_backward(
     for value, (kind, n), tensor in zip(values, plan.keeps, saved, strict=True):
         if kind != "statistic":
             spec = (plan.inputs if kind == "input" else plan.outputs)[n]
+            # ``evaluate`` broadcasts by shape, so the port tells the dtype alone.
             loads.append((value, Port(spec.dtype, True, True)))
             tensors.append(_padded(tensor, spec))
     loads += bw.program.loads[len(bw.saved) :]

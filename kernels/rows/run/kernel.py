@@ -61,7 +61,7 @@ class Launch:
     _compiled: dict[int, Callable[..., None]] = field(default_factory=dict)
 
     def __call__(self, tensors: Sequence[Tensor], seeds: Tensor | None, seed: int, partials: Tensor | None) -> None:
-        """Launch on the current stream. ``tensors``: what is loaded, then what is stored."""
+        """Launch on the current stream. ``tensors``: loads, then stores."""
         pointers = [*tensors] if partials is None else [*tensors, partials]
         arguments = [*pointers, *self.numbers]
         if self.draws:
@@ -96,6 +96,7 @@ class Launch:
             return
         with torch.cuda.device(index):
             compiled = kernel(*arguments, **options)
+        # A kernel compiled for unaligned tensors is correct but slow, and must not serve aligned ones.
         if not any(tensor.data_ptr() & 15 for tensor in pointers):
             from fxprec.kernels.launch.kept import launcher  # which loads Triton
 

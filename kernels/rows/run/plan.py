@@ -98,6 +98,7 @@ class RegionPlan:
 
     def launch_forward(self, inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool) -> list[Tensor]:
         """Run ``forward``, as a torch op if a dispatch mode is active, which must see it."""
+        # As an op the launch is one node for the mode; called directly it would be invisible.
         if watcher(ANY_MODE) is not None:
             return torch.ops.fxprec.region_forward(list(inputs), seeds, seed, keep, ops.number(self))
         return self.forward(inputs, seeds, seed, keep)
@@ -134,6 +135,7 @@ class RegionPlan:
             cotangents: as ``laid_out`` returns them.
         """
         made, launch = self.empty_gradients(), self.backward_launch
+        # The rest of the saved tensors is for a double backward.
         read = saved[: len(self.backward_program.saved)]
         if launch.partials:
             launch([*read, *cotangents, *made[:-1]], seeds, seed, made[-1])
@@ -160,6 +162,7 @@ class RegionPlan:
         """Launch of the forward without statistics, for inputs that need no gradient."""
         program = self.derived.forward
         stores = program.stores[: len(self.outputs)]
+        # Statistics are the last stores: without a backward they are left out.
         alone = RowProgram(program.loads, stores, program.seeds, program.columns)
         return self._forward_launch("inference", alone, self.outputs)
 
@@ -207,6 +210,7 @@ class RegionPlan:
         launch = prepare(name, program, self.layout, loads, stores, self.device)
         places = [where for _, where in (*loads, *stores)]
         lie = tuple(None if where is None else (*where[0], where[1]) for where in places)
+        # Equal layers differ in the names of their tensors only: they share the first one's compiled kernel.
         first = self.derived.launches.setdefault((kind, self.device, self.layout, lie), launch)
         return launch if first is launch else launch.running(first)
 

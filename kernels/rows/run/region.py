@@ -71,6 +71,7 @@ class FusedRegion(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         """Run the region on the inputs of its graph, followed by the seeds if it has dropouts."""
+        # Asked before anything else: for small tensors the rest of the lookup takes longer than the ops.
         if self._dear and not torch.compiler.is_compiling():
             found = self._dear.get(_size(inputs, self._largest))
             if found is not None:
@@ -83,6 +84,7 @@ class FusedRegion(nn.Module):
         seeds = None
         if self.draws and len(inputs) > self._reads:
             seeds, inputs = inputs[-1], inputs[:-1]
+        # A compiler, a transform or a tensor subclass must see the ops, not one opaque kernel.
         watcher = "fuse='aten'" if self.kernels == "aten" else _watcher(inputs)
         if watcher:
             self.path, self.reason = "aten", watcher
@@ -143,6 +145,7 @@ class FusedRegion(nn.Module):
                 self._remember(inputs, plan)
             except Declined as reason:
                 plan = str(reason)
+            # Dictionaries keep the order of insertion: the oldest plan goes first.
             while len(self._plans) >= _MOST_PLANS:
                 del self._plans[next(iter(self._plans))]
             self._plans[key] = plan
@@ -163,6 +166,7 @@ class FusedRegion(nn.Module):
         from fxprec.kernels.rows.program.spec import Spec
         from fxprec.kernels.rows.run.derive import make_plan
 
+        # A 0-dim tensor may be a CPU scalar beside tensors of a device.
         device = next((x.device for x in inputs if x.dim()), inputs[0].device)
         loops = self.kernels == "loops"
         _check_device(device, loops)
@@ -172,7 +176,7 @@ class FusedRegion(nn.Module):
             raise Declined("a scalar on another device")
         known = _DERIVED.setdefault(structure_of(self.graph_module), {})
         specs = [Spec(tuple(x.shape), x.stride(), x.dtype, recording and x.requires_grad) for x in inputs]
-        with disable_current_modes():  # shapes are found by running the graph on meta tensors: nobody's business
+        with disable_current_modes():  # it runs the graph on meta tensors, which no mode should see
             plan = make_plan(self.name, self.graph_module, specs, device, known, loops)
             if loops and self.prices is not None:
                 check_gain(self.graph_module, plan, self.prices)

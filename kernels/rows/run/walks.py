@@ -55,6 +55,7 @@ def walks(
         tensor = _unique(tensor, taken)
         walk = Access((), "") if place is None else _access(tensor, next(found), rows, columns, layout, strides)
         walked.append((f"{tensor}_ptr", walk))
+    # Tensors that vary along rows and columns are most of the traffic: only their strides decide on wide accesses.
     full = [
         access
         for (_, access), (_, place), along in zip(walked, named, ports, strict=True)
@@ -85,6 +86,7 @@ def _access(tensor: str, place: Strides, rows: bool, columns: bool, layout: Layo
             return ""
         if stride == 1:
             return "1"
+        # COLUMNS is a constant of the kernel, so that this stride needs no argument.
         if stride == layout.columns and not layout.flat:
             return "COLUMNS"
         strides[f"{tensor}_{label}"] = stride
