@@ -170,6 +170,7 @@ class FP16_Optimizer(FP16State):
         return result
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        # LBFGS calls its closure several times a step, and moves the masters in between.
         first = True
 
         def wrapped() -> Any:
@@ -182,6 +183,7 @@ class FP16_Optimizer(FP16State):
                 self.loss_scaler.update_scale(self.overflow)
                 if not self.overflow:
                     return loss
+                # A static scale, or one at its floor, would repeat the same overflow for ever.
                 if self.loss_scale == tried:
                     raise LossScaleFloorError(
                         f"the closure's gradients hold inf or nan at the smallest loss scale, {tried:g}: it is the "

@@ -102,6 +102,7 @@ class DynamicLossScaler(LossScaler):
         if not gradients:
             return False
         first = gradients[0].device
+        # One flag a gradient is brought together, so that the host waits once.
         return not bool(torch.stack([torch.isfinite(g).all().to(first) for g in gradients]).all())
 
     def update_scale(self, overflow: bool) -> None:

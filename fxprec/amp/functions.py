@@ -79,6 +79,7 @@ def decorated(fn: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
         low = state.low
         if low is None or state.disabled:
             return fn(*args, **kwargs)
+        # Promotion changes arguments alone; what the function computes in follows from them.
         if kind == "promote":
             wide = widest(args, kwargs)
             if wide is None:
@@ -88,6 +89,7 @@ def decorated(fn: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
         with torch.autocast(state.device, enabled=False):
             return fn(*cast_arguments(args, dtype, state.device), **cast_arguments(kwargs, dtype, state.device))
 
+    # Registered functions are decorated once, however often ``initialize`` is called.
     wrapper._fxprec_amp = kind  # type: ignore[attr-defined]
     return wrapper
 

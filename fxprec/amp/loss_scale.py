@@ -146,6 +146,7 @@ class AmpLossScaler:
             )
         scale, unskipped = checked_entry("the loss scaler", {"loss_scale": scale, "unskipped": unskipped})
         checked_bounds(how.low, scale, how.high)
+        # Rules are arguments of a LossScaler: other rules need another one.
         if how != self._how:
             self._how, before = how, self._how
             try:
@@ -180,6 +181,7 @@ class AmpLossScaler:
     def load(self, loss_scale: float, unskipped: int) -> None:
         """Continue from these numbers."""
         state = self.scaler.state_dict()
+        # torch's tracker counts for a dynamic scale alone; apex counts for static ones too.
         count = int(unskipped) if self.dynamic else 0
         own = {key: state[key] for key in TORCH_KEYS} | {"scale": float(loss_scale), "_growth_tracker": count}
         self.scaler.load_state_dict(own)

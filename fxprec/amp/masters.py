@@ -47,6 +47,7 @@ def with_masters(optimizer: Optimizer) -> list[MasterGroup]:
     for group, found in zip(optimizer.param_groups, groups, strict=True):
         masters = {id(low): master for low, master in zip(found.low, found.masters, strict=True)}
         for low in found.low:
+            # State is keyed by the parameter: the master takes it over.
             if low in optimizer.state:
                 optimizer.state[masters[id(low)]] = optimizer.state.pop(low)
         group["params"][:] = [masters.get(id(p), p) for p in group["params"]]  # in place: LBFGS keeps this very list

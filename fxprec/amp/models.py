@@ -77,9 +77,11 @@ def convert_model(
         policy = with_registered(policy, model)
     kept = _batch_norms(model) if properties.keep_batchnorm_fp32 and properties.level == "O3" else {}
     if kept:
+        # O3's policy lowers norms; apex keeps their parameters FP32 if asked to.
         policy = _override(policy, kept, Rule.FULL)
     if properties.keep_batchnorm_fp32 is False and properties.level == "O2" and (lowered := _batch_norms(model)):
         policy = _override(policy, lowered, Rule.LOW)
+    # A second ``initialize`` may name a model again, if it asks for the same.
     if is_converted(model):
         _check_same(model, Settings(policy=policy, dtype=properties.dtype, device=conversion_of(model).settings.device))
         conversion_of(model).start_over()  # decorated functions may be others now

@@ -66,6 +66,7 @@ def with_registered(policy: Policy, model: nn.Module) -> Policy:
     classes = {type(module) for module in model.modules()}
     for entry in state.registered:
         value, rule = getattr(entry.module, entry.name), _RULES[entry.kind]
+        # An op of the table is overridden by its canonical name, so that every spelling follows.
         if entry.op is not None:
             policy = policy.override(where=IsOp(entry.op, rule))
         elif _is_module_class(value) and any(issubclass(each, value) for each in classes):
@@ -88,6 +89,7 @@ def _register(module: Any, name: str, kind: Kind) -> None:
     value = getattr(module, name)
     if not callable(value) or (isinstance(value, type) and not _is_module_class(value)):
         raise TypeError(f"{name} of {module} is {value!r}: register functions, or classes of nn.Module")
+    # torch is never patched: what has no row cannot be reached by a policy.
     op = _op_of(module, name, value)
     if op is None and _is_torchs(module) and not _is_module_class(value):
         raise ValueError(

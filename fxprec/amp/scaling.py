@@ -112,6 +112,7 @@ def scale_loss(
         stash.delayed = loss_id if delay_unscale else None
     if delay_unscale or delay_overflow_check:
         return
+    # The first loss that overflowed is the one that the message names.
     if scaler.found_inf():
         for stash in stashes:
             stash.skip = stash.skip or (loss_id, scaler)
@@ -129,6 +130,7 @@ def guard_step(optimizer: Optimizer, properties: Properties) -> None:
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         stash: Stash = getattr(self, STASH)
         closure = kwargs.get("closure", args[0] if args else None)
+        # A closure runs its own backward, within the step: no skip could be decided before it.
         if closure is not None and (properties.master_weights or properties.dynamic):
             raise RuntimeError(
                 "Currently, Amp does not support closure use with optimizers: its overflow could not be skipped. Run "

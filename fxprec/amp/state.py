@@ -87,6 +87,7 @@ class AmpState:
     registered: list[Registration] = field(default_factory=list)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # A misspelt or unknown option that did nothing would go unnoticed.
         if name not in self.__dataclass_fields__:
             raise AttributeError(
                 f"fxprec.amp._amp_state has no {name!r}, so setting it would do nothing. There are "

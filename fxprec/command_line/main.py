@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     options = parser().parse_args(arguments)
     try:
+        # Warnings go to stderr in one line: stdout may be read by a program.
         with Waiting() as waiting, warnings.catch_warnings():
             warnings.showwarning = _show_warning
             return options.run(options, waiting)
@@ -230,6 +231,7 @@ def _report(options: argparse.Namespace, waiting: Waiting) -> int:
     if options.html is not None:
         _write_page(options.html, found)
     status = 0
+    # Every failing check is told, not only the first.
     for name in options.fail_on:
         if what := FAILURES[name][0](found.headline):
             print(f"fxprec report: fails on {name}: {what}", file=sys.stderr)

@@ -69,6 +69,7 @@ def _wanted(factory: Callable[..., Any]) -> list[str]:
         parameters = inspect.signature(factory).parameters.values()
     except ValueError:  # written in C
         return []
+    # ``*args`` and ``**kwargs`` may stay empty.
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
 

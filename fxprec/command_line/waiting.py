@@ -49,6 +49,7 @@ class Waiting:
         started = time.monotonic()
         while not self._over.wait(_SILENT):
             line = f"{self._text} ({time.monotonic() - started:.0f} s)"
+            # A terminal overwrites one line; a log gets a line only when the text has changed.
             if sys.stderr.isatty():
                 sys.stderr.write(f"\r\x1b[K{line}")
             elif self._text != self._shown:

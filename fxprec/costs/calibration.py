@@ -78,6 +78,7 @@ def calibrate(
         for dtype, of_dtype in bench.curves().items():
             curves[dtype][work] = of_dtype
         disturbed += [str(work)] if bench.disturbed() and not quick else []
+    # A calibration is used for months: one taken on a busy machine is worth a warning.
     if disturbed:
         warnings.warn(
             f"the machine was busy while {', '.join(disturbed)} were measured: these costs may be wrong. "
@@ -139,6 +140,7 @@ class _Bench:
     def _measure(self, position: int, dtypes: Sequence[torch.dtype]) -> None:
         """Measure dtypes in turns, so that a busy moment of the machine hits them alike; the fastest run counts."""
         case = self._cases[position]
+        # Inputs are made, and kernels warmed up, before the clock starts.
         runs = [(self.best[dtype], case.make(self._device, dtype)) for dtype in dtypes]
         for _, run in runs:
             run()

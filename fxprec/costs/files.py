@@ -37,6 +37,7 @@ def costs_of(device: str, dtype: torch.dtype = torch.bfloat16) -> DeviceCosts:
     except ValueError as error:
         _warn(path, str(error), device)
     else:
+        # Costs of another processor or torch mislead more than shipped ones of a like machine.
         why = _stale(found, device, dtype)
         if not why:
             return found

@@ -39,6 +39,7 @@ def why_no_loops() -> str:
 
 def loop_cases(low: bool) -> dict[Work, tuple[Case, ...]]:
     """Return all cases; none without a compiler. ``low``: whether bfloat16 is measured, which loops load and store."""
+    # Loops are compiled for bfloat16: float16 alone has nothing to measure.
     if why_no_loops() or not low:
         return {}
     sized: dict[Work, Function] = {

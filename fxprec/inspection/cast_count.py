@@ -81,6 +81,7 @@ class _Counting(OpMode):
                 self.count.weight_gradients += 1
             else:
                 self.count.gradients += 1
+        # Autocast casts a transposed or sliced weight as often as the weight itself.
         elif isinstance(source, nn.Parameter) or isinstance(view_base(source), nn.Parameter):
             self.count.weights += 1
         else:

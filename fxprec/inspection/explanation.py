@@ -62,6 +62,7 @@ def explain(model: nn.Module, pattern: str) -> Explanation:
     chosen = select(found, pattern, [name for name, _ in model.named_modules() if name])
     lines: list[str] = []
     for number in range(len(graphs)):
+        # The same pattern may match several graphs, of other shapes or modes: each gets a heading.
         own = [place for place in chosen if place.graph == number]
         ops = [place for place in own if place.node.op not in ("get_attr", "output") and not is_inserted(place.node)]
         if own:

@@ -75,10 +75,12 @@ def activations(nodes: Iterable[Node]) -> Activations:
             continue
         now = notes(node).precision.output
         for info, numel in _values(notes(node).dtype, notes(node).numel):
+            # A float of unknown dtype is what the model's FP32 inputs make: FP32, unless a caller gives others.
             before = torch.float32 if info is UNKNOWN else info
             if before not in CASTABLE:
                 continue
             if numel is None:
+                # Said in the report: a sum that left out unknown sizes would look too good.
                 sums["unknown"] += 1
                 continue
             # What stays in a fused region is in registers, and takes no memory.

@@ -46,6 +46,7 @@ class Stay:
         ops = [f"{number} {op}" for op, number in self.ops.items()]
         why = f"{self.why}; {self.around}" if self.around else self.why
         everywhere = [*dict.fromkeys(itertools.chain(*self.modules.values()))]
+        # Few places are told once for all ops; with many, each op names its own.
         if len(ops) == 1 or len(folded(everywhere)) <= _PLACES:
             return f"{', '.join(ops)}: {why} ({_places(everywhere)})"
         each = (f"{what} ({_places(modules)})" for what, modules in zip(ops, self.modules.values(), strict=True))

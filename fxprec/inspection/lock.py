@@ -90,11 +90,13 @@ class Locked:
             if plain in others:  # for other shapes, or in the other mode: dynamo need not tell them apart
                 continue
             others.append(plain)
+            # The first graph has the plain heading, so that a second one does not move its lines.
             if len(others) > 1:
                 heading += f", graph {len(others)}" + (f" ({graph.mode})" if graph.mode != modes[heading] else "")
             for name, (dtype, reason) in own.items():
                 name = Name(heading, name.module, name.node)
                 dtypes[name], why[name] = dtype, reason
+        # Line numbers move with any edit above them, and are left out of what is compared.
         for where, reason in outside_of(conversion).items():
             name = Name(_OUTSIDE, " ".join(_LINE_NUMBER.sub("", where).split()), "")
             dtypes[name], why[name] = "as it is" if settings.startswith("O0") else "autocast", reason

@@ -40,6 +40,7 @@ def add_measured(
         left = 1.0
         for place, measured in _placed(graphs, _rows(ledger, "audit", report)):
             place.setdefault("errors", []).append((_label(measured), measured["share"]))
+            # Shares add up to 1 over all rows: what no node has is told, and not lost.
             left -= measured["share"]
         elsewhere = f"; {left:.1%} of it at no node, but in the loss or outside of the graphs" if left > 0.0005 else ""
         lines.append(("error", ledger.headline + elsewhere))
@@ -78,6 +79,7 @@ def _placed(
     for number in sorted({row["graph"] for row in measured if row["kind"] == "node"}):
         shadows: dict[str, str] = {}
         for row in graphs[number]["rows"]:
+            # Shadows are not on the page: their reader stands for the weight.
             if row["kind"] == "shadow":
                 shadows[row["node"]] = row["reads"][0]
             else:

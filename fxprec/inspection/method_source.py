@@ -96,6 +96,7 @@ class _Method:
         called: dict[Chain, None] = {}
         multiplied: dict[Chain, None] = {}
         for node in self._nodes:
+            # ``x @ self.weight`` runs in FP32 in a method that is not converted, as a call of a module does.
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
                 multiplied |= self._in_order(node.left, node.right)
             elif isinstance(node, ast.Call):
@@ -103,6 +104,7 @@ class _Method:
                 if _multiplies(node.func):
                     owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
                     multiplied |= self._in_order(*owner, *_arguments(node))
+                # ``checkpoint(self.block, x)``: a function that gets a module and something else may call it.
                 elif not _calls_nothing(node.func):
                     called |= dict.fromkeys(sorted(self._handed_on(node)))
         return SourceUses((*called,), (*multiplied,) if self._takes_something else ())

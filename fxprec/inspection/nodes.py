@@ -87,6 +87,7 @@ def places(graph: int, gm: GraphModule, prefix: str = "") -> Iterator[NamedNode]
     """
     seen: set[int] = set()
     for node in gm.graph.nodes:
+        # A body's nodes run where the body is read, once each, however many calls read it.
         body = subgraph_of(gm, node)
         if body is not None and node.op == "call_module":
             yield from (
@@ -116,6 +117,7 @@ def select(found: Sequence[NamedNode], pattern: str, modules: Sequence[str] = ()
     wanted = rest if len(kinds) == 1 else pattern
     # Without a kind, a module's path goes before a node of the same name.
     known: set[str] = set()
+    # The kinds are tried in turn: "encoder" means the module, although a node may be called so.
     for kind in kinds:
         names = [_names(place, kind) for place in found]
         known.update(*names)

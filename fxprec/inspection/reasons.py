@@ -33,6 +33,7 @@ def _together(figures: Sequence[str]) -> str:
     different = [*dict.fromkeys(figures)]
     if len(different) == 1:
         return different[0]
+    # Names have no order: a few are listed. Figures have one: their range is told.
     if figures[0].startswith("'"):
         names = [name[1:-1] for name in different]
         names = names if any("*" in name for name in names) else folded(names)

@@ -120,6 +120,7 @@ def rehearse(
     ours: list[RehearsedRun] = []
     autocast: list[RehearsedRun] = []
     for each in captured:
+        # Without fake values there are no sizes, and a guess would be no figure.
         mode = _mode(each.gm)
         if mode is None:
             return Rehearsal(unknown=_NO_SHAPES)

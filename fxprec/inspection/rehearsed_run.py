@@ -220,6 +220,7 @@ class _Player(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         # Under autocast the passes' casts are left out: autocast makes its own.
+        # The autocast side runs without our casts: each hands its input on.
         if is_inserted(n) and not self._casts:
             value, maker = self.fetch_args_kwargs_from_env(n)[0][0], n.all_input_nodes[0]
             if notes(n).precision.output in _LOW and _is_low(value):
@@ -231,6 +232,7 @@ class _Player(Interpreter):
         ran = self._counting.casts - before
         if is_inserted(n):
             self._counting.results += ran if any(user.op == "output" for user in n.users) and not self._within else 0
+        # An op that FP32 reached here without a cast there computes low under autocast.
         elif widened and not ran:
             self._counting.note(n)
         return result

@@ -270,6 +270,7 @@ def _sections(
         own = list(places(number, gm))
         found += own
         inputs = tuple(str(node.target) for node in gm.graph.find_nodes(op="placeholder"))
+        # A bare graph has no conversion: nothing is known of its mode, guards or costs.
         known = captured.get(gm)
         times = Times(conversion.settings, known.training) if conversion is not None and known is not None else None
         rows = tuple(_row(place, times) for place in own if place.node.op not in ("get_attr", "output"))
@@ -343,6 +344,7 @@ def _rehearsal(conversion: Conversion, captured: Sequence[Captured], held: Weigh
     settings = conversion.settings
     lowered = settings.policy.lowers_parameters or conversion.frozen is not None
     weights = sum(held.parameters.values())
+    # Autocast would run on the FP32 weights, which O3 and ``freeze`` halved.
     widened = held.parameters.get(dtype_name(settings.dtype), 0) if lowered else 0  # as many bytes again make it FP32
     packed = 0 if conversion.packed is None else conversion.packed.nbytes
     stays = HeldMemory(weights, held.shadow_bytes + packed)
@@ -385,6 +387,7 @@ def _stays(graphs: Iterable[Sequence[NodeRow]]) -> tuple[Stay, ...]:
         outputs = {row.node: row.output for row in rows}
         for row in rows:
             if row.compute == "float32" and not moves_data(row.op):
+                # Reasons that differ in sizes or times alone are one reason for a reader.
                 key = row.rule, without_figures(_stem(row)), _low_around(row, outputs)
                 reasons.setdefault(key, []).append(row)
     ordered = sorted(reasons.items(), key=lambda item: [*Rule].index(Rule(item[0][0])))

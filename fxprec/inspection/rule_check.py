@@ -64,6 +64,7 @@ def assert_rule_holds(
         raise AssertionError(
             f"{what}: its kernel does not take {'its own dtypes' if wanted is None else dtype_name(wanted)}: {error}"
         ) from error
+    # The passes decide by the fake implementation: one that lies would misplace casts silently.
     _check_fake(what, kernel, given, found[0])
     if wanted is None or wanted is torch.float32:
         return
@@ -127,6 +128,7 @@ def _references(what: str, function: Callable[..., Any], given: Any, arguments: 
 
 def _check_error(what: str, ours: Tensor, exact: Tensor, rounded: Tensor) -> None:
     """Raise if a result is further off than rounding explains; ``rounded`` is float64 on the rounded inputs."""
+    # No kernel can do better than exact arithmetic on rounded inputs, rounded once: errors are judged against that.
     best = rounded.to(ours.dtype).double()
     size = exact.abs().max().item() if exact.numel() else 0.0
     allowed = _LIMIT * max((best - exact).abs().max().item(), torch.finfo(ours.dtype).eps * size)

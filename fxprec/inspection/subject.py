@@ -42,6 +42,7 @@ class Subject:
         ):
             if own != there:
                 yield f"{what}: {own} in the {self.by}, {there} in the {other.by}"
+        # The other one may have captured more since: additional graphs move no node.
         if len(self.graphs) > len(other.graphs):
             yield f"graphs: {len(self.graphs)} in the {self.by}, {len(other.graphs)} in the {other.by}"
         for number, (own, there) in enumerate(zip(self.graphs, other.graphs, strict=False), 1):

@@ -47,6 +47,7 @@ class Times:
         dtype = (precision.compute if priced else precision.output) or torch.float32
         if dtype not in (torch.float32, self._context.low):  # float64, or a low dtype of this node's own
             return UNKNOWN
+        # Ops without a cost of their own are bound by memory.
         if not priced:
             return costs.stream(node, dtype) * 1e-12
         price = costs.price(site)

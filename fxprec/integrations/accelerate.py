@@ -42,6 +42,7 @@ def use_scaler(accelerator: Accelerator, scaler: LossScaler) -> None:
         raise ConversionError(f"{accelerator.distributed_type.value} scales losses by itself: train without it")
     if accelerator._optimizers:
         raise ConversionError("an optimizer was prepared before, without this scaler: call use_scaler before prepare")
+    # Accelerate asks ``scaler is None``: with one set it scales, clips, skips and saves by it.
     if scaler.is_enabled():
         accelerator.scaler = scaler
         accelerator.unscale_gradients = MethodType(_unscale_gradients, accelerator)

@@ -43,6 +43,7 @@ class MixedPrecision(precision.MixedPrecision):
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, scaler: LossScaler | None = None, **options: Any) -> None:
+        # Lightning refuses a scaler for bf16, and wants one for float16 before there is a model to convert.
         low = dtype is torch.float16
         super().__init__("16-mixed" if low else "bf16-mixed", "cpu", LossScaler("cpu", enabled=False) if low else None)
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None  # else convert makes one
@@ -57,6 +58,7 @@ class MixedPrecision(precision.MixedPrecision):
                     "MixedPrecision(torch.float16, scaler=scaler), or leave its conversion to this plugin"
                 )
             return module
+        # dynamo would break at, or guard on, whatever of the trainer these read.
         for name in _OF_THE_TRAINER:
             if (function := getattr(LightningModule, name, None)) is not None:
                 hide_from_dynamo(function, f"Lightning's {name} reaches into the trainer", callees=True)

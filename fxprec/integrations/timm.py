@@ -50,6 +50,7 @@ class NativeScaler:
         if not need_update:
             return
         if clip_grad is not None:
+            # Clipping compares with true norms.
             self._scaler.unscale_(optimizer)
             _clip(parameters, clip_grad, clip_mode)
         self._scaler.step(optimizer)

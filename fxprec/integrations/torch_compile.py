@@ -74,6 +74,7 @@ def backend(
 
     @functools.wraps(gm.forward)
     def run(*given: Any) -> Any:
+        # Shadows count as stale from here on, and are refreshed when the programs of this call read them.
         store.begin()
         with ran.noted():
             return programs.serving(given).run(store, given, ran)

@@ -34,7 +34,7 @@ class _Node:
 
     @property
     def sound(self) -> Tensor | None:
-        """Flag on the device, true if all that came in is finite; None where something was infinite by intent."""
+        """Flag on the device, true if all that came in is finite; None with an inf among arguments, or no input."""
         if self.infinite or not self.inputs:
             return None
         # Flags of several devices meet on an accelerator: moving them to the CPU would wait for it.

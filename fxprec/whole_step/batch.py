@@ -33,6 +33,7 @@ class Batch:
             ValueError: a tensor that wants a gradient; a first dimension that ``parts`` does not divide, or that is
                 not the same for all tensors.
         """
+        # ``step(batch)`` with the dict of a data loader means the same as ``step(**batch)``.
         if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
             args, kwargs = (), args[0]
         names = tuple(sorted(kwargs))  # one graph, however they are ordered
@@ -100,6 +101,7 @@ class Batch:
                 if not value.dim():
                     raise ValueError(f"accumulate={parts}: argument {where} has no dimension to cut micro-batches from")
                 sizes[where] = value.shape[0]
+        # A mean over unequal parts would be no mean of the batch.
         if len({*sizes.values()}) > 1 or next(iter(sizes.values())) % parts:
             raise ValueError(
                 f"accumulate={parts} cuts a batch into {parts} equal parts along dimension 0, and the sizes there are "

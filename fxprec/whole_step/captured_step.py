@@ -85,6 +85,7 @@ class CapturedStep:
         refuse_open_iteration(self._iteration.scaler)
         if self._recorder is None:
             return self._iteration.run(batch)[0]
+        # Watchers read what came of older steps first: a replay overwrites what those would run again on.
         for watcher in self._iteration.watchers():
             watcher.begin()
         graph = self._graph_of(batch, self._recorder)
@@ -165,6 +166,7 @@ class CapturedStep:
     def _captured(self, batch: Batch, recorder: cuda.CudaRecorder) -> _Graph:
         iteration = self._iteration
         iteration.look()
+        # Asked at each capture, not only at the first: hooks and optimizer options may have changed.
         refuse_ungraphable(iteration)
         rates = Rates(iteration.optimizer, recorder.device)
         static = batch.static(recorder.device)
@@ -178,6 +180,7 @@ class CapturedStep:
                 random = RandomState()
                 with explained("the step"), rates.capturable(), buffers_in_place(iteration):
                     recording, (report, seen) = recorder.record(lambda: _reported(iteration, static))
+            # Draws of Python or NumPy are fixed in a graph: every replay would repeat them.
             moved = random.restore(expected=recorder.generators)
             if moved is not None:
                 raise CaptureError(
@@ -186,6 +189,7 @@ class CapturedStep:
                 )
             held = attributes_of(iteration.roots())  # also what a forward caches, which goes when all is put back
         shadows = ShadowLinks(iteration)
+        # Taken when all is put back: the graph must find the state as the first step will.
         fixed, watched = Fixed(iteration, rates, shadows, held), Watched(iteration, seen)
         return _Graph(recording, static, report, fixed, rates, shadows, watched)
 

@@ -58,6 +58,7 @@ class CudaRecorder:
             with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
                 yield
         finally:
+            # Also after an error: the caller's stream must not overtake what was queued.
             outside.wait_stream(self.stream)
 
     @contextmanager

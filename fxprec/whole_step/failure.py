@@ -47,6 +47,7 @@ def explained(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
+        # torch's own words name a CUDA error; users need the line of code that causes it.
         cause = next((why for pattern, why in _CAUSES.items() if re.search(pattern, str(error), re.I)), None)
         raise CaptureError(
             f"{what} cannot be a CUDA graph{_line_of(error)}: {said[0]}. "

@@ -103,6 +103,7 @@ class Fixed:
         numbers["growth or backoff of the scaler"] = scale_rule(self._scaler)
         autocast = torch.is_autocast_enabled(self._device)
         numbers["torch.autocast around the step"] = autocast and torch.get_autocast_dtype(self._device)
+        # A graph holds a watcher's reductions, or none: entering or leaving watch needs another graph.
         watchers = (each.watcher for each in self._conversions)
         numbers["fxprec.numerics.watch around the step"] = [each and each.fixed() for each in watchers]
         numbers["fxprec.original around the step"] = [each.bypassed > 0 for each in self._conversions]

@@ -78,6 +78,7 @@ class Iteration:
     def _run(self, batch: Batch, zeroed: bool) -> tuple[Tensor, Tensor | None]:
         losses = self.backward(batch, self.scaler.scale, known=self.parameters if zeroed else None)
         if zeroed:
+            # Gradients of zero never overflow: the optimizer makes its state, and no value moves much.
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     parameter.grad.zero_()
@@ -163,6 +164,7 @@ class Iteration:
     def _clip(self) -> None:
         if self.max_norm is None:
             return
+        # Norms are of unscaled gradients.
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(parameters_of(self.optimizer), self.max_norm)

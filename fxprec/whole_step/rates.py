@@ -25,6 +25,7 @@ class Rates:
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
+        # A rate rounded to FP32 would give other bits than the Python number of an eager step.
         ours = getattr(optimizer, "writes_shadows", False)
         dtype = torch.float64 if ours or device.type == "cpu" else torch.float32
         self._device = device

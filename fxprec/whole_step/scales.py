@@ -65,6 +65,7 @@ def scaler_untouched(scaler: GradScaler, device: torch.device) -> Iterator[None]
     if not scaler.is_enabled():
         yield
         return
+    # A scale made lazily within the capture would lie in the graph's pool.
     place_scale(scaler, device)
     tensors = scale_tensors(scaler)
     values = [tensor.clone() for tensor in tensors]

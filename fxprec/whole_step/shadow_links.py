@@ -65,6 +65,7 @@ class ShadowLinks:
     def after(self) -> None:
         """Mark shadows after a replay: a forward must not read old ones, nor a pending backward new ones."""
         for store in stores():
+            # These shadows hold the weights of before the step: the next forward outside refreshes them.
             if not self._writes or id(store) not in self._known:
                 store.note_stepping(parameters_of(self._optimizer))
         if self._writes:

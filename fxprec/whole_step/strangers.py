@@ -19,6 +19,7 @@ def refuse_strangers(loss: Tensor, known: Iterable[Tensor]) -> None:
     Raises:
         CaptureError: it reaches a parameter, or a tensor with a gradient, that is not ``known``.
     """
+    # By identity: tensors compare by element.
     ours = {*map(id, known)}
     for leaf in leaves_below(loss):
         if id(leaf) not in ours and (isinstance(leaf, nn.Parameter) or leaf.grad is not None):
