@@ -30,6 +30,13 @@ What takes its dtype from a low tensor, and needs digits that this has not (``pl
 
     %t: float32 = to(%ids, torch.float32)              # was %ids.to(%y.dtype)
 
+Where nobody knows without inputs whether the FP32 operand of a kernel that promotes has dimensions, the result may be
+low after all: who wants it in FP32 gets it by ``cast_if_float``, too::
+
+    %s: float32 = getitem(%scale, 0)
+    %y: float32 = mul(%h, %s)                          # bfloat16, if %s is 0-dim as it is here
+    %y_f32: float32 = cast_if_float(%y, torch.float32)
+
 A cast of the user's that made a copy in the original program must not become an alias because its source is low now::
 
     %y: bfloat16 = linear(%x_bf16, %w_bf16)            # FP32 in the original
@@ -39,6 +46,7 @@ A cast of the user's that made a copy in the original program must not become an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -189,6 +197,7 @@ class _Epochs:
         self.made: dict[Node, dict[tuple[Node, torch.dtype, object, bool], Node]] = {}
         self.transforms: list[Node] = []
         self.depth: dict[Node, int] = {}
+        self.guessed: set[Node] = set()  # FP32 if an operand has dimensions, of which nobody knows
 
     def transformed(self, node: Node) -> None:
         """Note which transforms of ``torch.func`` (``grad``, ``vmap``) a node is in: calls enter and leave them."""
@@ -208,6 +217,10 @@ class _Epochs:
     def cast_arguments(self, node: Node) -> bool:
         """Let a node read every argument in the dtype that it wants."""
         wanted = wanted_dtypes(node)
+        if self.is_guess(node, wanted):
+            self.guessed.add(node)
+            if self.roots[node] in self.written_roots:
+                notes(node).root_dtype = torch.float32
         images = {(port, source): self.cast(source, dtype, node, port) for (port, source), dtype in wanted.items()}
         ports = {port for (port, source), image in images.items() if image is not source}
         if not ports:
@@ -225,8 +238,9 @@ class _Epochs:
     def cast(self, source: Node, wanted: torch.dtype, reader: Node, port: int | str) -> Node:
         """Return what a reader gets for an argument that it wants in a dtype: a cast, or the argument itself."""
         info = notes(source).dtype
-        unknown = info is UNKNOWN or (isinstance(info, tuple) and UNKNOWN in info)
-        if original_dtype(info) is None or (actual_dtype(source) == wanted and not unknown):
+        same = actual_dtype(source) == wanted
+        unknown = info is UNKNOWN or (isinstance(info, tuple) and UNKNOWN in info) or (same and source in self.guessed)
+        if original_dtype(info) is None or (same and not unknown):
             return source
         function = cast_each if isinstance(info, tuple) else cast_if_float if unknown else cast
         if port in facts_at(reader).masks and wanted is not torch.float32:
@@ -248,6 +262,21 @@ class _Epochs:
             made[key] = new
             self.roots[new], self.recorded[new] = self.roots[source], self.recorded[reader]
         return made[key]
+
+    def is_guess(self, node: Node, wanted: Mapping[tuple[int | str, Node], torch.dtype]) -> bool:
+        """Return whether a kernel is to widen low values to FP32, and each FP32 operand may be 0-dim: it would not."""
+        reads, op = notes(node).precision.reads, notes(node).op
+        if reads is Arrival.AS_IT_ARRIVES:  # a part of such a value, or in its dtype
+            return not (op.in_place or cast_target(node) or self.guessed.isdisjoint(node.all_input_nodes))
+        if reads is not torch.float32 or op.in_place or not facts_of(op.name).native_promotion:
+            return False
+        wide: list[Node] = []
+        low: list[Node] = []
+        for port, source in arg_nodes(node):
+            if original_dtype(notes(source).dtype) is not None:
+                is_wide = actual_dtype(source) is torch.float32 and source not in self.guessed
+                (wide if is_wide or (port, source) in wanted else low).append(source)
+        return not all(map(is_zero_dim, low)) and not any(notes(source).dimensioned for source in wide)
 
     def written(self, node: Node) -> None:
         for target in written_by(node):
@@ -321,7 +350,7 @@ class _Epochs:
 
     def recast_root(self, node: Node, dtype: torch.dtype) -> bool:
         """A value lives in another dtype than its maker puts out: all that read or write it use a copy."""
-        function = cast_if_float if notes(node).dtype is UNKNOWN else cast
+        function = cast_if_float if notes(node).dtype is UNKNOWN or node in self.guessed else cast
         with self.graph.inserting_after(node):
             new = self.graph.call_function(function, (node, dtype))
         self.roots[new], self.recorded[new] = self.roots[node], self.recorded[node]

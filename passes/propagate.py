@@ -34,7 +34,7 @@ from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.dtypes.fake_results import fake_result, numel_of, value_dtype
-from fxprec.passes.dtypes.promotion import NUMBERS, RESULT_KINDS, Operands, first, is_zero_dim
+from fxprec.passes.dtypes.promotion import NUMBERS, RESULT_KINDS, Operands, first, has_dimensions, is_zero_dim
 from fxprec.passes.dtypes.special_results import SPECIAL, Facts
 from fxprec.passes.graph.annotations import (
     NO_OP,
@@ -100,7 +100,7 @@ class _Walk:
             annotations.dtype = info
             if node.op.startswith("call") and _gives_sparse(node):
                 annotations.sparse = True
-            annotations.scalar = is_zero_dim(node)
+            annotations.scalar, annotations.dimensioned = is_zero_dim(node), has_dimensions(node)
         return returned
 
     def _placeholder(self, node: Node) -> DTypeInfo:

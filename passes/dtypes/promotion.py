@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 import torch
 from torch.fx import Node
 
-from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo, notes
+from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo, is_castable, notes
 from fxprec.passes.ops.table import facts_of
 
 #: Python number types, narrowest first.
@@ -70,6 +70,23 @@ def is_zero_dim(node: Node) -> bool:
         return len(node.args) == 1 and not ({"dim", "axis"} & node.kwargs.keys())
     sources = node.all_input_nodes
     return rank == "kept" and bool(sources) and all(notes(source).scalar for source in sources)
+
+
+def has_dimensions(node: Node) -> bool:
+    """Whether the value is known to be no 0-dim tensor: of many of which ``is_zero_dim`` says no nobody knows.
+
+    ``propagate`` writes the answer to ``annotations.dimensioned``.
+    """
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0
+    if node.op == "get_attr":
+        return bool(notes(node).sizes)
+    row = facts_of(notes(node).op.name)
+    if row.rank == "some" or (row.rank == "kept" and any(notes(source).dimensioned for source in node.all_input_nodes)):
+        return True
+    readers = (user for user in node.users if user.args[:1] == (node,)) if is_castable(notes(node).dtype) else ()
+    return any(facts_of(notes(user).op.name).rank == "some" for user in readers)
 
 
 def promote(operands: Operands) -> DTypeInfo:

@@ -144,6 +144,8 @@ class Annotations:
     sparse: Annotated[bool, "propagate"] = False
     #: Whether the value is known to be a 0-dim tensor; None: nobody asked yet.
     scalar: Annotated[bool | None, "propagate"] = None
+    #: Whether it is known to be a tensor with dimensions, which promotes.
+    dimensioned: Annotated[bool, "propagate"] = False
     #: What the node reads, computes and puts out, and why.
     precision: Annotated[Precision, "decide"] = UNDECIDED
     #: Of memory that is written later, or a lookup's result, that lives in another dtype than its kernel puts out.

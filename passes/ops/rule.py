@@ -12,7 +12,7 @@ from fxprec.passes.graph.annotations import Rule
 Squares: TypeAlias = Literal["always", "factors", "vectors", "dimensions", "subscripts", "power"]
 Numbers: TypeAlias = Literal["added", "factors", "compared", "fill", "aside"]
 Layout: TypeAlias = Literal["dense", "sparse", "mixed"]
-Rank: TypeAlias = Literal["reduced", "kept"]
+Rank: TypeAlias = Literal["reduced", "kept", "some"]
 Depth: TypeAlias = Literal["last", "subscripts", "chain"]
 Cost: TypeAlias = Literal["product", "convolution", "transposed convolution", "attention", "pointwise"]
 
@@ -98,7 +98,8 @@ class OpRule:
         return_indices: position of the flag of that name: with it positions come out too.
         layout: whether the result is a sparse tensor: "dense": never; "sparse": always; "mixed": where all tensor
             arguments are; None: where one is.
-        rank: "reduced": the result is 0-dim where the call names no dimension; "kept": where all its tensors are.
+        rank: "reduced": the result is 0-dim where the call names no dimension; "kept": where all its tensors are;
+            "some": never, nor is its first argument if that is a float.
         float_number: of numbers it gives a Python float.
         wide: a LOW op whose kernel puts out FP32, whatever it reads.
         wide_state: a wide op that carries a state: its products read low, its state stays FP32 where the kernel allows

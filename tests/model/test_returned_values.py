@@ -285,6 +285,44 @@ VIEWS = {
 }
 
 
+#: Products of a low value and an FP32 one that is 0-dim, of which nobody knows without inputs.
+NOBODY_KNOWS = {
+    "an element": lambda m, x: m.a(x) * m.norm.weight[0],
+    "of an exponential": lambda m, x: m.a(x) * m.norm.weight[0].exp(),
+    "a trace": lambda m, x: (h := m.a(x)) * torch.trace(h),
+    "an einsum": lambda m, x: (h := m.a(x)) * torch.einsum("ii", h[:4, :4]),
+    "where": lambda m, x: torch.where((h := m.a(x)) > 0, h, torch.tensor(-1.0).exp()),
+    "a sum": lambda m, x: m.a(x) + (m.a(x) * m.norm.weight[0]),
+    "a logarithm": lambda m, x: (2 + m.a(x) * m.norm.weight[0].abs()).abs().log(),
+    "a part": lambda m, x: (m.a(x) * m.norm.weight[0])[0],
+    "in its dtype": lambda m, x: torch.ones(2).to((m.a(x) * m.norm.weight[0]).dtype),
+    "a view": lambda m, x: (m.a(x) * m.norm.weight[0]).view(-1),
+    "a view, written": lambda m, x: ((h := m.a(x) * m.norm.weight[0]), h.view(-1).mul_(2.0), h)[-1],
+}
+
+
+@pytest.mark.parametrize("function", NOBODY_KNOWS.values(), ids=NOBODY_KNOWS)
+def test_it_has_the_dtype_of_the_original_whatever_promotes(function: Callable[..., Any]) -> None:
+    original, x = Net(function), torch.randn(5, 4)
+    found = fxprec.convert(copy.deepcopy(original), dtype=BF16).module(x)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, original(x), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: m.a(x) * m.norm.weight,
+        lambda m, x: m.a(x) + F.layer_norm(m.norm.weight.exp(), (6,)),
+        lambda m, x: (e := m.norm.weight.exp().view(1, 6), F.layer_norm(e, (6,)), m.a(x) * e)[-1],
+    ],
+    ids=["a weight", "a norm", "what a norm reads"],
+)
+def test_where_dimensions_are_known_nobody_looks(function: Callable[..., Any]) -> None:
+    (returned,) = fxprec.graph_module(fxprec.convert(Net(function), dtype=BF16).module).graph.output_node().args
+    assert isinstance(returned, torch.fx.Node) and returned.meta["op"].name in ("mul", "add")
+
+
 @pytest.mark.parametrize("capture", ["static", "dynamo", "examples"])
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)

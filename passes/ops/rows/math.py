@@ -53,6 +53,7 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("clamp clamp_min clamp_max where maximum minimum eq ne lt le gt ge", numbers="compared"),
     facts("div", singular=1, special="div"),
     facts("where", special="where"),
+    facts("cat stack hstack vstack dstack column_stack", rank="some"),
     facts("cat stack hstack vstack dstack column_stack where", exact=True),
     facts("eq ne lt le gt ge where mul maximum minimum", boolean=True),
     facts("div rdiv", float_number=True),

@@ -84,6 +84,8 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.FULL, "sums squares over channels; its pooling has no low kernel on CPU", "local_response_norm",
            result="float"),
     rows(Rule.FULL, "divides by a norm: sums squares", "normalize weight_norm weight_norm_interface", result="first"),
+    facts("linear mm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution "
+          "scaled_dot_product_attention layer_norm group_norm instance_norm batch_norm rms_norm", rank="some"),
     facts("batch_norm instance_norm", fp32_ports=True),
     facts("batch_norm group_norm", any_format=True),
     facts("layer_norm group_norm batch_norm", special="native_norm"),
@@ -212,7 +214,7 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
          writes=Writes((1, "weight"), (3, "max_norm", False))),
     rows(Rule.PROMOTE, "its kernel wants weight and per-sample weights in one dtype", "embedding_bag",
          writes=Writes((1, "weight"), (4, "max_norm", False))),
-    facts("embedding embedding_bag", adds_up=frozenset({"cpu"}), places=(0, 2, "input", "offsets")),
+    facts("embedding embedding_bag", rank="some", adds_up=frozenset({"cpu"}), places=(0, 2, "input", "offsets")),
     rows(Rule.KEEP, "rescales the weight itself", "embedding_renorm", result="first"),
     rows(Rule.KEEP, "integers", "one_hot", result="int64"),
     rows(Rule.PROMOTE, "its kernel wants one dtype: the widest wins, as under autocast", "bilinear"),
