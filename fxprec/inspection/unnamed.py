@@ -37,7 +37,7 @@ _CHANGES: Final = ("set_", "init", "reset_", "fix_", "enable_", "disable_", "fre
 
 @dataclass(frozen=True, slots=True)
 class Unnamed:
-    """One method.
+    """Method that calls children and was not named.
 
     Attributes:
         method: as ``convert(methods=...)`` takes it.
@@ -225,7 +225,7 @@ def _child(module: nn.Module, read: _Read, methods_of: Callable[[type], _Methods
 
 
 def _computes(module: nn.Module, name: str, methods_of: Callable[[type], _Methods]) -> bool:
-    """Whether a method of a submodule runs products of submodules of its own."""
+    """Return whether a method of a submodule runs products of submodules of its own."""
     reached = _reached(methods_of(type(module)), name)
     return next(iter(_products(module, reached, methods_of, ())), None) is not None
 
@@ -236,7 +236,7 @@ def _reads(code: CodeType) -> list[_Read]:
 
 
 def _gives(code: CodeType) -> bool:
-    """Whether it returns anything but None: what does not, such as an initializer, computes nothing with weights."""
+    """Return whether it returns anything but None: an initializer, which does not, computes nothing with weights."""
     before: Any = None
     for instruction in dis.get_instructions(code):
         if instruction.opname == "RETURN_CONST" and instruction.argval is not None:

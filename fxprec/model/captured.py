@@ -21,7 +21,7 @@ from fxprec.settings import Settings
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
-    """One rewritten graph of a method, or of a piece of it between two graph breaks.
+    """Rewritten graph of a method, or of a piece of it between two graph breaks.
 
     Attributes:
         method: its name, as ``MethodName`` writes it.
@@ -44,13 +44,13 @@ class Captured:
     calls: Calls | None = None
 
     def fits(self, owner: nn.Module) -> bool:
-        """Whether a call of the method's module, in the modes that it and those in it are in, may run it."""
+        """Return whether a call of the method's module, in the modes that it and its parts are in, may run it."""
         if self.calls is not None:
             return modes_of(owner) in self.calls.modes
         return self.guards is None or self.guards.failing() is None
 
     def reads_dtypes_of(self, model: nn.Module, frozen: Container[str]) -> bool:
-        """Whether the model's weights have the dtypes that it was captured with, but for those that became low."""
+        """Return whether weights have the dtypes that the graph was captured with, but for those that became low."""
         tensors = dict(model.named_parameters(remove_duplicate=False))
         for node in self.gm.graph.find_nodes(op="get_attr"):
             path = weight_path(node)

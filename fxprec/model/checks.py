@@ -138,7 +138,7 @@ def _refuse_module(model: nn.Module) -> None:
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    """Whether it is one of torch's parallel wrappers, or of a class derived from one; by name: FSDP is not imported."""
+    """Return whether it is one of torch's parallel wrappers, or derived from one; by name: FSDP is not imported."""
     bases = type(module).__mro__
     return any(base.__module__.startswith(_WRAPPERS.get(base.__name__, "no such module")) for base in bases)
 

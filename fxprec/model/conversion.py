@@ -118,7 +118,7 @@ class Conversion:
         weakref.finalize(function, self._gone.append, entry.number).atexit = False
 
     def entries(self) -> list[EntryPoint]:
-        """What calls of the methods run, in the order of ``methods``."""
+        """Return the entry points that calls of the methods reach now, in the order of ``methods``."""
         return [active for entry in self.methods.values() if (active := entry.active) is not None]
 
     def start_over(self) -> None:
@@ -134,7 +134,7 @@ class Conversion:
         self.captures = 0
 
     def __call__(self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call of a method of ``module`` runs."""
+        """Run a call of a method of ``module``."""
         if self.bypassed:
             return entry.unbound(entry.stand_in(module), *args, **kwargs)
         if torch.compiler.is_exporting():
@@ -268,7 +268,7 @@ class Conversion:
                 entry.start_dynamic_over()
 
     def _became_low(self, model: nn.Module) -> bool:
-        """Whether its weights are all low since ``model.half()`` or the like: a model that convert would refuse."""
+        """Return whether all weights are low since ``model.half()`` or the like: a model that convert would refuse."""
         if self.frozen is not None or self.settings.policy.lowers_parameters:
             return False
         weights = (parameter for parameter in model.parameters() if parameter.is_floating_point())
@@ -410,7 +410,7 @@ class Conversion:
 
     @property
     def ran_in_net(self) -> bool:
-        """Whether there were calls, and no graph for any of them."""
+        """Return whether there were calls, and no graph for any of them."""
         return self.settled and not self.captured and bool(self.net)
 
     def _captured_of(self, entry: EntryPoint) -> list[Captured]:
@@ -475,14 +475,14 @@ class Conversion:
         return captured
 
     def form_of(self, captured: Captured) -> CallForm | None:
-        """How a graph is called; None for one that takes and gives what dynamo left to it."""
+        """Return how a graph is called; None for one that takes and gives what dynamo left to it."""
         if captured.calls is not None:
             return captured.calls.form
         entry = next((each for each in self.entries() if each.number == captured.entry), None)
         return None if entry is None or captured.key is None else form_of_key(entry.signature, *captured.key)
 
     def _present(self, entry: EntryPoint, model: nn.Module) -> Captured | None:
-        """What a call in the modes of now, with weights of these dtypes, would run of what was captured: the latest."""
+        """Return the latest captured graphs that a call would run now, in these modes, with weights of these dtypes."""
         owner = entry.owner()
         if owner is None:
             return None
@@ -494,7 +494,7 @@ class Conversion:
         return None
 
     def all_graphs(self, model: nn.Module) -> list[Captured]:
-        """Those that calls of the methods run, capturing statically what can be."""
+        """Return the graphs that calls of the methods run, capturing statically what can be."""
         self.capture_now(model)
         self._drop_gone()
         if not self.captured:
@@ -517,7 +517,7 @@ class Conversion:
         return [captured for captured in among if captured in fit or captured.entry not in some]
 
     def of_last_call(self, among: Iterable[Captured]) -> list[Captured]:
-        """Of each method what its last call ran: an earlier one, of other sizes or arguments, may have run others.
+        """Return for each method the graphs of its last call: an earlier one, of other sizes, may have run others.
 
         Of static graphs, each of which is of a whole method, that is the one captured last.
         """
@@ -609,7 +609,7 @@ class Conversion:
             )
 
     def _served(self) -> str:
-        """How it runs where there is no graph."""
+        """Say how a method runs where there is no graph."""
         under = "" if self.settings.policy.level == "O0" else f" under torch.autocast({self.settings.device!r})"
         return f"runs{under} as it stands"
 

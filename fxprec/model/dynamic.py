@@ -123,7 +123,7 @@ class DynamicGraphs:
             return self._after(error, model, module, args, kwargs)
 
     def changed(self) -> str | None:
-        """What is no longer as dynamo takes for granted, so that all has to be captured anew; None: nothing."""
+        """Return what is no longer as dynamo takes for granted, so that all has to be captured anew, or None."""
         if self._capture is None or self._ties is None:
             return None
         return self._capture.extra_guards.changed() or (None if self._ties.hold() else self._ties.change())
@@ -175,7 +175,7 @@ class DynamicGraphs:
             turn_off()
 
     def under_others(self) -> str:
-        """Why the frame that is about to run is none of ours."""
+        """Return why the frame that is about to run is none of ours."""
         return RUNS_AS_TOLD if under_others() else ""
 
     def in_net(self, where: str, why: str) -> None:
@@ -187,7 +187,7 @@ class DynamicGraphs:
     def _after(
         self, error: RuntimeError, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What to do about an error of a call: perhaps it was none of the model's own."""
+        """Decide what to do about an error of a call: perhaps it was none of the model's own."""
         capture = self._capture
         assert capture is not None
         ours = dynamo.backend_error(error)
@@ -205,7 +205,7 @@ class DynamicGraphs:
         raise LeftToNet(f"dynamo: {(str(error).splitlines() or [type(error).__name__])[0]}")
 
     def _without_net(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What eager autocast itself cannot run (mixed dtypes in scatter_add) is captured whole, with autocast off."""
+        """Capture as a whole, with autocast off, what eager autocast cannot run (mixed dtypes in scatter_add)."""
         capture = dynamo.DynamoCapture(self._entry.unbound, self, fullgraph=True)
         found, notes = [*self.found], {**self.net_notes}
         try:

@@ -30,7 +30,7 @@ ENTRY: Final = "_fxprec_entry"
 
 
 class EntryPoint:
-    """What a converted model runs in the place of one of its methods.
+    """Entry point of a converted model: what runs in the place of one of its methods.
 
     Args:
         conversion: of the model.
@@ -61,7 +61,7 @@ class EntryPoint:
         self.start_over()
 
     def adopt(self, owner: nn.Module, of_instance: Callable[..., Any] | None = None) -> None:
-        """From now on it is a method of this module."""
+        """Make it a method of this module from now on."""
         self.owner, self.original_class, self.of_instance = weakref.ref(owner), original_class(owner), of_instance
         self.start_over()
 
@@ -84,7 +84,7 @@ class EntryPoint:
         self.dynamic = DynamicGraphs(self)
 
     def stand_in(self, module: nn.Module) -> nn.Module:
-        """What the untouched method runs on: ``module``, or a twin where it may ask for the class."""
+        """Return the object that the untouched method runs on: ``module``, or a twin where it may ask for the class."""
         if not self._asks_for_class or type(module) is self.original_class:
             return module
         if self._twin is None or self._twin.__dict__ is not module.__dict__:
@@ -97,14 +97,14 @@ class EntryPoint:
 
     @property
     def out_of_date(self) -> str | None:
-        """Why what dynamo captured must not run any more, or None."""
+        """Reason why what dynamo captured must not run any more, or None."""
         if self.hooks.gone and self.restarts < MOST_RESTARTS:  # else its guards tell
             return "a hook was removed"
         return self.dynamic.changed()
 
     @property
     def code_changed(self) -> bool:
-        """Whether the class got another function since, or the function other code or defaults."""
+        """Flag: the class got another function since, or the function other code or defaults."""
         if self.of_instance is not None:
             return False
         function = getattr(self.original_class, self.name.name, None)
@@ -114,7 +114,7 @@ class EntryPoint:
 
     @property
     def active(self) -> EntryPoint | None:
-        """What a call runs: itself, or that of a function set on the instance; None where there is no method (yet)."""
+        """Entry point that a call reaches: itself, or that of a function set on the instance; None without a method."""
         owner = self.owner()
         if owner is None:
             return None
@@ -123,7 +123,7 @@ class EntryPoint:
 
     @property
     def whole(self) -> str:
-        """What to call all of it, in a report."""
+        """Name of the whole method, for a report."""
         return "the whole forward" if self.key == "forward" else f"the whole of {self.key}"
 
     @property
@@ -136,7 +136,7 @@ class EntryPoint:
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
-        """That of the original, without self."""
+        """Signature of the original, without self."""
         if self.of_instance is not None:
             return inspect.signature(self.of_instance)
         signature = inspect.signature(self.unbound)
@@ -144,12 +144,12 @@ class EntryPoint:
 
     @functools.cached_property
     def steps(self) -> str | None:
-        """What a call makes in place of running the method, such as a generator; None: it runs it."""
+        """Object that a call makes in place of running the method, such as "a generator"; None: it runs the method."""
         return steps_of(self.unbound if self.of_instance is None else self.of_instance)
 
     @property
     def called_here(self) -> str:
-        """What to call it in a sentence."""
+        """Name of the method in a sentence."""
         return "the forward" if self.key == "forward" else self.key
 
 

@@ -27,7 +27,7 @@ _Module = TypeVar("_Module", bound=torch.nn.Module)
 
 
 def is_converted(module: object) -> bool:
-    """Whether ``module`` itself was converted."""
+    """Return whether ``module`` itself was converted."""
     return isinstance(module, torch.nn.Module) and STATE in module.__dict__
 
 
@@ -148,7 +148,7 @@ class _Converted(Swapped):
             conversion.store.mark_stale()
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """As an object of the original class, to be converted again: a class made at run time has no name to import."""
+        """Pickle as an object of the original class, to be converted again: a class made at run time has no name."""
         conversion = conversion_of(self)
         cls = conversion.original_class
         make, args, *rest = super().__reduce_ex__(protocol)
@@ -169,7 +169,7 @@ class _Converted(Swapped):
 
 
 def _namespace(module: torch.nn.Module) -> dict[str, Any]:
-    """What the dynamic subclass has that depends on the class."""
+    """Return the attributes of the dynamic subclass that depend on the class."""
     cls = type(module)
     namespace: dict[str, Any] = {} if hasattr(module, "graph") else {"graph": _GraphAttribute(), "__dir__": _names}
     if hasattr(cls, "__deepcopy__"):

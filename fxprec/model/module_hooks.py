@@ -28,12 +28,12 @@ class HooksSeen:
 
     @property
     def gone(self) -> bool:
-        """Whether one of them was removed."""
+        """Flag: one of the hooks was removed."""
         return bool(self._seen) and not all(key in hooks for (_, key), hooks in self._seen.items())
 
     @property
     def late(self) -> str | None:
-        """Why its graphs must not run now: they lack a hook of all modules."""
+        """Reason why its graphs must not run now: they lack a hook of all modules."""
         if self._seen is None or not any(global_hooks.values()):
             return None
         new = any(place not in self._seen for place, _ in _each(global_hooks.values()))

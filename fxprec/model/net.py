@@ -31,7 +31,7 @@ _nets = _Nets()
 
 
 def inside_net() -> bool:
-    """Whether the autocast that is on in this thread is the net of a conversion."""
+    """Return whether the autocast that is on in this thread is a conversion's fallback."""
     return bool(_nets.open)
 
 

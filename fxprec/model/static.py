@@ -48,7 +48,7 @@ class OtherDtypes(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StaticEntry:
-    """One graph, ready to run: guards, program, and where its weights are read from at each call.
+    """Graph that is ready to run: guards, program, and where its weights are read from at each call.
 
     Reading by (dict, key) makes functional_call, parametrizations and replaced tensors count. ``kinds``: the inputs'
     kinds that it was rewritten for; None: FP32 floats were assumed. ``memory``: how the inputs and the weights in
@@ -102,17 +102,17 @@ class StaticEntry:
         )
 
     def is_outgrown(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Whether regions gain for inputs of these sizes that were left out."""
+        """Return whether regions gain for inputs of these sizes that were left out."""
         return self.most is not None and any(x.numel() > most for x, most in zip(tensors, self.most, strict=True))
 
     def replaces(self, other: StaticEntry) -> bool:
-        """Whether no call is better served by the other, for what is known of sizes."""
+        """Return whether no call is better served by the other, for what is known of sizes."""
         if other.captured.training != self.captured.training:
             return False
         return other.wants_sizes or (other.most is not None and self.most is None and other.kinds == self.kinds)
 
     def serves(self, tensors: tuple[Tensor, ...] | None) -> bool:
-        """Whether these inputs have the dtypes that the graph was rewritten for, what tracing read still holds, and
+        """Return whether inputs have the dtypes that the graph was rewritten for, what tracing read still holds, and
         inputs and weights share memory as those did where that matters; and sizes are as its regions want them."""
         if tensors is not None:
             if self.wants_sizes or self.is_outgrown(tensors):
@@ -175,7 +175,7 @@ class StaticGraphs:
         return next((entry for entry in self._entries.get((names, constants), ()) if entry.serves(tensors)), None)
 
     def outgrown(self, names: tuple[str, ...], constants: Constants, tensors: tuple[Tensor, ...] | None) -> bool:
-        """Whether a graph for such calls was for smaller inputs: the next one has all its regions, and serves all."""
+        """Return whether a graph for such calls was for smaller inputs: the next one has all its regions."""
         known = self._entries.get((names, constants), ())
         return tensors is not None and any(entry.is_outgrown(tensors) for entry in known)
 
@@ -244,7 +244,7 @@ class StaticGraphs:
         return [gone for entry in self._all() if entry.captured is captured for gone in self.retire(entry)]
 
     def give_up(self) -> list[Captured]:
-        """From now on dynamo serves. Returns the graphs that no call reaches any more."""
+        """Leave all calls to dynamo from now on. Returns the graphs that no call reaches any more."""
         if self._symbolic:
             return []
         dropped = [entry.captured for entry in self._all()]
@@ -259,7 +259,7 @@ class StaticGraphs:
         return [entry for (of, _), entries in self._entries.items() if of == names for entry in entries]
 
     def _what_changed(self, names: tuple[str, ...], constants: Constants) -> str:
-        """What made a further trace necessary, for the report."""
+        """Say what made a further trace necessary, for the report."""
         key = names, constants
         values = [dict(others) for of, others in (*self._entries, key) if of == names]
         changing = [name for name in values[0] if len({repr(value.get(name)) for value in values}) > _ENOUGH // 2]

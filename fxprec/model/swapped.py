@@ -40,7 +40,7 @@ _PLAIN_METACLASSES: Final = ("builtins", "abc", "typing", "torch")
 
 
 class Swapped:
-    """What every dynamic subclass has, before the class that it stands for."""
+    """Base of every dynamic subclass, before the class that it stands for."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         """Nothing: a registry that the user's class keeps of its subclasses is no place for ours; see ``_subclass``."""
@@ -56,7 +56,7 @@ class _Host(Swapped):
     """A module within a converted model some of whose methods run its graphs."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """As an object of the original class: a copied model makes hosts of its own."""
+        """Pickle as an object of the original class: a copied model swaps the classes of its own parts."""
         make, args, *rest = super().__reduce_ex__(protocol)
         cls = original_class(self)
         args = tuple(cls if argument is type(self) else portable(argument) for argument in args)
@@ -112,7 +112,7 @@ def swap_hosts(conversion: Conversion, model: nn.Module) -> None:
 
 
 def is_host(module: nn.Module) -> bool:
-    """Whether a conversion of a module around it runs methods of this one. If that is gone, the class goes back."""
+    """Return whether a conversion around this module runs methods of it. If that is gone, restore its class."""
     gives = getattr(type(module), _CONVERSION, None)
     if gives is not None and gives() is None and not is_wrapped(module):
         _plain_again(module)
@@ -171,7 +171,7 @@ def as_original(model: nn.Module) -> Iterator[None]:
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether another class stands around ours by now, which cannot be taken away from below it."""
+    """Return whether another class stands around ours by now, which cannot be taken away from below it."""
     return ORIGINAL not in vars(type(module))
 
 
@@ -184,7 +184,7 @@ def portable(value: Any) -> Any:
 
 
 def follow_all(module: nn.Module) -> None:
-    """As ``_follow``, every function that has the place of a method."""
+    """Follow, as ``_follow`` does one, every function that has the place of a method."""
     for name in type(module)._fxprec_methods:  # type: ignore[attr-defined]
         _follow(module, name)
 

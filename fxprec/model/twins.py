@@ -28,7 +28,7 @@ def twin_of(module: nn.Module) -> nn.Module:
 
 
 def asks_for_class(cls: type) -> bool:
-    """Whether code of a class, or a function that it calls by a global name, may ask for an object's class."""
+    """Return whether code of a class, or a function that it calls by a global name, may ask for an object's class."""
     bases = (base for base in cls.__mro__ if not (is_library(base) or base is object))
     seen: set[CodeType] = set()
     return any(_asks(function, seen) for base in bases for function in _functions(base))
@@ -46,7 +46,7 @@ def _asks(function: FunctionType, seen: set[CodeType]) -> bool:
 
 
 def _functions(cls: type) -> Iterator[FunctionType]:
-    """Those in its namespace, in whatever descriptor."""
+    """Yield the functions in a class's namespace, in whatever descriptor."""
     for value in vars(cls).values():
         for each in (value, *(getattr(value, name, None) for name in ("__func__", "fget", "func", "__wrapped__"))):
             if isinstance(each, FunctionType):

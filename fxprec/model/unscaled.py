@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def scales(scaler: LossScaler) -> bool:
-    """Whether gradients are others with this scaler than without: not so if it is disabled, or a static 1."""
+    """Return whether gradients are others with this scaler than without: not if it is disabled, or a static 1."""
     is_static = scaler.get_growth_factor() == scaler.get_backoff_factor() == 1.0
     return scaler.is_enabled() and not (is_static and scaler.get_scale() == 1.0)
 
@@ -60,7 +60,7 @@ _Expecting = weakref.WeakKeyDictionary["Conversion", weakref.WeakSet[Optimizer]]
 
 @functools.cache
 def _expecting() -> _Expecting:
-    """One hook for all of them, which stays: torch's loop over hooks breaks where one goes meanwhile."""
+    """Return the one hook for all of them, which stays: torch's loop over hooks breaks where one goes meanwhile."""
     expecting: _Expecting = weakref.WeakKeyDictionary()
 
     def stepped(optimizer: Optimizer, _args: object, _kwargs: object) -> None:

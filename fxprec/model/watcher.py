@@ -13,10 +13,10 @@ from fxprec.model.entry_point import EntryPoint
 
 
 class Watcher(Protocol):
-    """Of one model. All but ``call`` is for ``capture_step``, whose graphs run no Python that could be looked at."""
+    """Protocol of a model's watch. All but ``call`` is for ``capture_step``, whose graphs run no Python to look at."""
 
     def call(self, entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        """In the place of a call that records gradients; ``run`` runs it."""
+        """Run a call that records gradients, by ``run``."""
         ...
 
     def aside(self) -> AbstractContextManager[object]:
@@ -28,7 +28,7 @@ class Watcher(Protocol):
         ...
 
     def fixed(self) -> Hashable:
-        """What a recording takes as given."""
+        """Return what a recording takes as given."""
         ...
 
     def begin(self) -> None:

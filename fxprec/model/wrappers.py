@@ -36,7 +36,7 @@ class Wrappers:
         self._compiling = 0
 
     def of_class(self, cls: type[nn.Module], name: str, enter: Callable[..., Any]) -> FunctionType:
-        """What takes the place of ``cls.name`` in a subclass: ``enter(module, args, kwargs)``."""
+        """Make what takes the place of ``cls.name`` in a subclass: ``enter(module, args, kwargs)``."""
         known = unbound_method(cls, name)
         plain = known is getattr(cls, name)
 
@@ -49,7 +49,7 @@ class Wrappers:
         return self._add(method, lambda: getattr(cls, name))
 
     def of_instance(self, function: Callable[..., Any], enter: Callable[..., Any]) -> Callable[..., Any]:
-        """What takes the place of a function, already bound, among an instance's attributes: ``enter(args, kwargs)``.
+        """Make what takes the place of a bound function among an instance's attributes: ``enter(args, kwargs)``.
 
         A bound method for a bound method: some take its ``__func__``, wrap that, and bind it again.
         """
@@ -73,7 +73,7 @@ class Wrappers:
 
     @property
     def traced_here(self) -> bool:
-        """Whether this thread traces the model: then the user's own functions run."""
+        """Return whether this thread traces the model: then the user's own functions run."""
         return self._tracing is not None and self._tracing == threading.get_ident()
 
     @contextlib.contextmanager

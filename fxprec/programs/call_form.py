@@ -53,7 +53,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Where a value is: which argument, and from there inwards."""
+    """Path to a value: which argument, and from there inwards."""
 
     name: str
     steps: tuple[Step, ...] = ()
@@ -61,14 +61,14 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Which result of the graph."""
+    """Result of the graph, by its number."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a function makes of such parts."""
+    """Object that a function makes of such parts."""
 
     function: Any
     args: tuple[Any, ...]
@@ -102,7 +102,7 @@ class CallForm:
 
 
 def reached(owner: nn.Module, source: str) -> Any:
-    """What dynamo's ``L['self']._modules['drop'].p`` is now; None where nothing is."""
+    """Return what dynamo's ``L['self']._modules['drop'].p`` is now; None where nothing is."""
     found: Any = owner
     for attribute, key, number in _STEPS.findall(source.partition("]")[2]):
         try:
@@ -113,14 +113,14 @@ def reached(owner: nn.Module, source: str) -> Any:
 
 
 def form_of_key(signature: inspect.Signature, names: Sequence[str], constants: Constants) -> CallForm:
-    """That of a static graph, which has a placeholder for each argument that is a tensor."""
+    """Return the form of a static graph, which has a placeholder for each argument that is a tensor."""
     known = dict(constants)
     expected = {name: (known[name],) if name in known else () for name in signature.parameters}
     return CallForm(arguments_of(signature, expected | dict.fromkeys(names, "Tensor")), tuple(map(Way, names)))
 
 
 def arguments_of(signature: inspect.Signature, expected: Mapping[str, Any]) -> tuple[Argument, ...]:
-    """In the order of the signature; those that its ``*args`` and ``**kwargs`` took have names of their own."""
+    """Return arguments in the order of the signature; what ``*args`` and ``**kwargs`` took gets names of its own."""
     found: list[Argument] = []
     named = {*signature.parameters}
     optional = False
@@ -144,7 +144,7 @@ def arguments_of(signature: inspect.Signature, expected: Mapping[str, Any]) -> t
 
 
 class NoForm(Exception):
-    """Why a graph cannot be called as the method is, or cannot give what the method gives."""
+    """Reason why a graph cannot be called as the method is, or cannot give what the method gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def form_of_call(
     results: Sequence[Any],
     output: Any,
 ) -> CallForm:
-    """That of a graph which dynamo captured for a whole call.
+    """Return the form of a graph which dynamo captured for a whole call.
 
     Args:
         placeholders: those of the graph.
@@ -287,7 +287,7 @@ def _way(
 
 
 class _Outputs:
-    """What a method gives, with the nodes in the places of its tensors."""
+    """Output of a method, with the nodes in the places of its tensors."""
 
     def __init__(
         self, model: nn.Module, ways: Mapping[int, Sequence[Way]], results: Sequence[Any], changing: Sequence[Any]
@@ -298,7 +298,7 @@ class _Outputs:
         self._changing = changing
 
     def built(self, value: Any) -> Any:
-        """As the parts of a ``CallForm`` say it."""
+        """Build the output as the parts of a ``CallForm`` say it."""
         kind = type(value)
         if isinstance(value, Tensor):
             return self._tensor(value)
@@ -345,6 +345,6 @@ def _text_of(spec: Any) -> str:
 
 
 def _modules_of(spec: Any) -> set[str]:
-    """Where the classes of the containers are defined."""
+    """Return the modules in which the classes of the containers are defined."""
     own = {spec.type.__module__} if isinstance(spec.type, type) and spec.type.__module__ != "builtins" else set()
     return own.union(*map(_modules_of, spec.children()))

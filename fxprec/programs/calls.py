@@ -18,7 +18,7 @@ Modes = tuple[bool, ...]
 
 
 def modes_of(module: nn.Module) -> Modes:
-    """Those of a module, and of all in it. (What TorchScript froze has none.)"""
+    """Return the modes of a module and of all in it. (What TorchScript froze has none.)"""
     return tuple([getattr(each, "training", False) for each in module.modules()])
 
 
@@ -57,7 +57,7 @@ class Calls:
             self.modes.add(modes_of(module))
 
     def look(self, form_of: Callable[[Sequence[Placeholder]], CallForm]) -> None:
-        """One has gone through; ``form_of``: its form, from what dynamo said of the inputs, or NoForm."""
+        """Note that a call has gone through; ``form_of``: its form, from what dynamo said of the inputs, or NoForm."""
         self.looked_at = True
         if self.part:
             return
@@ -88,7 +88,7 @@ class Ran(threading.local):
             self._runs = before
 
     def is_other(self, calls: Calls | None) -> bool:
-        """Whether the last call did not run that graph: an argument or something of the model is another one since."""
+        """Return whether the last call did not run that graph: an argument, or something of the model, is another."""
         return id(calls) not in self._in_the_last
 
     def append(self, calls: Calls | None, inputs: Sequence[Any], results: Sequence[Any]) -> None:

@@ -61,7 +61,7 @@ class ArgumentProgram:
         return cls(program, low, plain, inputs, watched, memory, weakref.ref(calls))
 
     def serves(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether these share memory as those did that the graph was rewritten for."""
+        """Return whether these share memory as those did that the graph was rewritten for."""
         return self.memory is None or self.memory.holds(self.watched(arguments), self.inputs(arguments))
 
     def run(self, store: ShadowStore, arguments: tuple[Any, ...], ran: Ran) -> Any:

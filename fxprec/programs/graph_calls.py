@@ -30,7 +30,7 @@ def restored(output: Any, low: dtype, *inputs: Any) -> Any:
 
 
 def in_container(leaves: Sequence[Any], spec: str, modules: Sequence[str] = ()) -> Any:
-    """What ``torch.utils._pytree`` makes of these leaves: a ``ModelOutput``, say.
+    """Make of these leaves what ``torch.utils._pytree`` does: a ``ModelOutput``, say.
 
     Args:
         leaves: its tensors and numbers.
@@ -97,7 +97,7 @@ def _check(value: Any, expected: Any, where: str, same: dict[str, tuple[str, Ten
 
 
 def held_by(value: Any) -> dict[str | int, Any]:
-    """What a dict or an object holds, by key or attribute."""
+    """Return what a dict or an object holds, by key or attribute."""
     return {key: part for parts in parts_of(value) or () for key, part in parts.items() if type(key) in (str, int)}
 
 

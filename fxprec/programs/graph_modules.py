@@ -94,7 +94,7 @@ class _Writer:
         self._reached: dict[tuple[str, tuple[Step, ...]], Node] = {}
 
     def write(self) -> None:
-        """In place."""
+        """Write the graph in place."""
         gm, form = self._gm, self._form
         olds = gm.graph.find_nodes(op="placeholder")
         direct = {

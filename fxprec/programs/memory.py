@@ -47,7 +47,7 @@ def mark_shared(gm: GraphModule, inputs: Mapping[Node, Any]) -> None:
 
 
 def mark_all_shared(gm: GraphModule) -> None:
-    """As if everything outside shared one memory: right for any tensors, at the price of more casts."""
+    """Mark everything outside as if it shared one memory: right for any tensors, at the price of more casts."""
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             notes(node).memory = 0
@@ -59,7 +59,7 @@ def constants_of(gm: GraphModule) -> list[Tensor]:
 
 
 class SharedMemory:
-    """How the tensors that a program reads from outside share memory, and whether others do likewise.
+    """Pattern of shared memory among what a program reads from outside, and the test of others against it.
 
     Args:
         weights: parameters and buffers, which mostly stay where they are from call to call.
@@ -75,7 +75,7 @@ class SharedMemory:
         self._pattern = None if apart else self._expected.pattern_with(inputs)
 
     def holds(self, weights: Sequence[Tensor], inputs: Sequence[Any]) -> bool:
-        """Whether these share memory with each other as those did that the program was rewritten for."""
+        """Return whether these share memory with each other as those did that the program was rewritten for."""
         layout = self._layout
         if layout.pointers != _pointers(weights):
             self._layout = layout = _Layout(weights, self._constants)
@@ -86,7 +86,7 @@ class SharedMemory:
 
 
 class _Layout:
-    """Where weights and constants lie.
+    """Layout of weights and constants in memory.
 
     Attributes:
         pointers: of the weights.
@@ -106,7 +106,7 @@ class _Layout:
                 self._ends.append(end)
 
     def has_none_of(self, spans: Sequence[_Span]) -> bool:
-        """Whether these share no memory, neither with each other nor with what lies here."""
+        """Return whether these share no memory, neither with each other nor with what lies here."""
         if len(spans) > 1:
             spans = sorted(span for span in spans if span != _NOWHERE)
             if any(end > start for (_, end), (start, _) in pairwise(spans)):
@@ -141,7 +141,7 @@ def _pattern(spans: Sequence[_Span]) -> tuple[int, ...]:
 
 
 def _span(value: Any) -> _Span:
-    """Where a tensor's storage lies; nowhere: no tensor, an empty one, or one that lies nowhere (fake, transformed)."""
+    """Return where a tensor's storage lies; nowhere for no tensor, an empty one, or one without memory of its own."""
     try:
         storage = value.untyped_storage()
         start = storage.data_ptr()

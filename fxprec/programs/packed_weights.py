@@ -62,7 +62,7 @@ class _Packed:
 
 
 class PackedWeights:
-    """Those of one frozen model.
+    """Packed weights of one frozen model.
 
     Attributes:
         context: of the passes.
@@ -102,7 +102,7 @@ class PackedWeights:
 
     @property
     def nbytes(self) -> int:
-        """That the packed copies hold by now."""
+        """Bytes that the packed copies hold by now."""
         copies = [copy for each in self._packed.values() for copy in each.copies]
         return sum(
             copy.nbytes if isinstance(copy, PackedConv) else copy.numel() * copy.element_size() for copy in copies
@@ -153,12 +153,12 @@ def _keys(weights: Sequence[Tensor | None]) -> tuple[_Key, ...]:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether its memory holds its numbers, in rows."""
+    """Return whether a tensor's memory holds its numbers, in rows."""
     return type(x) is Tensor and not (x.is_nested or x.is_sparse or x.is_neg())
 
 
 def _stays(weight: Tensor) -> bool:
-    """Whether it can be packed, and nothing writes to it unseen, as another process does to memory that it shares."""
+    """Return whether a weight can be packed, and no other process may write to its memory unseen."""
     return type(weight) in _PLAIN_TYPES and weight.device.type == "cpu" and not weight.is_shared()
 
 
@@ -181,7 +181,7 @@ def _weights(packing: Packing, by_name: Mapping[str, Tensor]) -> list[Tensor | N
 
 
 class _PackedFunction:
-    """What runs for a program that has packed weights.
+    """Function of a program that has packed weights.
 
     Attributes:
         packings: of the packed weights that it takes before all others, by paths in the model.
@@ -225,7 +225,7 @@ class _PackedFunction:
         return self._store.shadows.refreshes if self._of_shadows else 0
 
     def forget(self) -> None:
-        """What is packed is out of date."""
+        """Forget what is packed: it is out of date."""
         self._seen: tuple[_Seen, list[int]] | None = None
         self._known: tuple[_Seen | None, SampledWords | None, tuple[_Copy, ...]] = None, None, ()
 

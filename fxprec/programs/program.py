@@ -121,7 +121,7 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
 
 
 def _written_or_copied(graph: Graph) -> set[Node]:
-    """What lies outside and is written, cast, or read by a region or body, which may stand elsewhere than it did."""
+    """Return what lies outside and is written, cast, or read by a region or body, which may move among writes."""
     roots = alias_roots(graph)
     found: set[Node] = set()
     for node in graph.nodes:
@@ -214,7 +214,7 @@ def _argument(path: str, taken: set[str]) -> str:
 
 
 def is_weight_cast(node: Node, low: torch.dtype) -> bool:
-    """Whether a shadow can stand in the place of this node: not of a weight that the graph itself writes to."""
+    """Return whether a shadow can take the place of this node: not of a weight that the graph itself writes to."""
     if node.target is not cast or node.args[1] is not low:
         return False
     source = node.args[0]

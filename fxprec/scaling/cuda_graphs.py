@@ -6,10 +6,10 @@ import torch
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether kernels on this device are being captured: then nothing can be read from it."""
+    """Return whether kernels on this device are being captured: then nothing can be read from it."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def reading_waits(device: torch.device) -> bool:
-    """Whether reading from the device stops the host until all that was queued is done."""
+    """Return whether reading from the device stops the host until all that was queued is done."""
     return device.type == "cuda"

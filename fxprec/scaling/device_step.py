@@ -22,7 +22,7 @@ from fxprec.torch_internals import is_wrapped_by_scheduler
 
 
 def can_skip_on_device(optimizer: Optimizer) -> bool:
-    """Whether a skip by the optimizer itself leaves everything as it was.
+    """Return whether a skip by the optimizer itself leaves everything as it was.
 
     Not so where somebody wrapped ``step`` to see whether it runs (Accelerate; torch's lr schedulers only count calls),
     and not in the first step of torch's fused optimizers, which makes their state, for a skipped step too.
@@ -43,7 +43,7 @@ def _takes_scaler(optimizer: type[Optimizer]) -> bool:
 
 
 def is_plain_step(optimizer: Optimizer) -> bool:
-    """Whether ``step`` is that of its class, perhaps as torch's lr schedulers wrap it. (Others may copy their mark.)"""
+    """Return whether ``step`` is its class's, perhaps wrapped by torch's lr schedulers. (Others copy their mark.)"""
     step: Any = optimizer.__dict__.get("step")
     return step is None or (is_wrapped_by_scheduler(step) and step.__wrapped__ is type(optimizer).step)
 
@@ -76,7 +76,7 @@ def step_on_device(
 
 
 def makes_state(optimizer: Optimizer) -> bool:
-    """Whether the next step of one of torch's fused optimizers, or of ours, makes state."""
+    """Return whether the next step of one of torch's fused optimizers, or of ours, makes state."""
     if isinstance(optimizer, torch.optim.SGD) and all(group["momentum"] == 0 for group in optimizer.param_groups):
         return False
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):

@@ -23,7 +23,7 @@ from fxprec.scaling.on_host import OnHost
 
 
 class _Note(NamedTuple):
-    """What an update found."""
+    """Note of what an update found."""
 
     found: OnHost
     update: int
@@ -48,7 +48,7 @@ class FloorWatch:
 
     @property
     def near(self) -> bool:
-        """Whether the next update may bring a scale to the floor."""
+        """Return whether the next update may bring a scale to the floor."""
         return self._updates >= self._safe_until
 
     def note(self, updated: list[tuple[LossScale, Tensor]], losses: list[LossScale], rule: UpdateRule) -> None:
@@ -68,7 +68,7 @@ class FloorWatch:
         self._updates += 1
 
     def fallen(self, backoff_factor: float) -> bool:
-        """Whether a scale fell to the floor, as far as is known."""
+        """Return whether a scale fell to the floor, as far as is known."""
         if not self._notes:
             return False
         fallen, waiting = False, list[_Note]()

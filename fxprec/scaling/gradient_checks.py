@@ -22,7 +22,7 @@ from fxprec.torch_internals import amp_unscale_
 
 @dataclass(frozen=True, slots=True)
 class GradientChecks:
-    """What ``unscale_`` and ``step`` do to gradients.
+    """Checks of gradients in ``unscale_`` and ``step``.
 
     Attributes:
         scales: of the losses.
@@ -68,7 +68,7 @@ class GradientChecks:
         return self.unscale(records, optimizer, torch.ones_like(scale), torch.zeros_like(scale), allow_fp16=True)
 
     def check_for_step(self, records: Records, optimizer: Any, state: dict[str, Any]) -> dict[torch.device, Tensor]:
-        """As ``check``, of gradients that the optimizer will unscale in its step: by its own means, if it has any."""
+        """Check, as ``check`` does, gradients that the optimizer unscales in its step, by its own means if any."""
         check = getattr(optimizer, "check_gradients", None)
         if check is None:
             return self.check(records, optimizer)

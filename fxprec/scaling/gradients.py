@@ -32,7 +32,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 @contextmanager
 def late_hooks_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """In the block nobody hears of gradients that are accumulated: such hooks step optimizers."""
+    """Keep hooks from hearing, in the block, of gradients that are accumulated: such hooks step optimizers."""
     hooks = [(held, {**held}) for parameter in parameters if (held := late_hooks_of(parameter))]
     for held, _ in hooks:
         held.clear()
@@ -113,7 +113,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_values(gradient: Tensor) -> Tensor:
-    """What this rank holds of a gradient; of a sparse one the values, those of one index added up."""
+    """Return what this rank holds of a gradient; of a sparse one the values, those of one index added up."""
     held = local(gradient)
     if held.layout is torch.sparse_coo:
         return held.coalesce().values()

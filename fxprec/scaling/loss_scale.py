@@ -20,7 +20,7 @@ from fxprec.torch_internals import amp_update_scale_
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """How scales move. ``hysteresis``: the overflow that makes the scale back off, counted from the last refill."""
+    """Rule by which scales move. ``hysteresis``: the overflow that backs off, counted from the last refill."""
 
     growth_factor: float
     backoff_factor: float
@@ -32,7 +32,7 @@ class UpdateRule:
 
 
 class LossScale:
-    """One loss's scale (FP32), growth tracker and hysteresis left (int32), 0-dim tensors once a device is known.
+    """Scale of one loss (FP32), with growth tracker and hysteresis left (int32): 0-dim tensors once a device is known.
 
     Before that they are numbers, ``start``.
     """

@@ -129,7 +129,7 @@ class LossScaler(torch.amp.GradScaler):
         self._compose(fp16_gradients, process_group, Skips(), on_floor)
 
     def _compose(self, fp16_gradients: bool, process_group: Any, skips: Skips, on_floor: Any) -> None:
-        """What is known of other objects: nothing yet."""
+        """Make the parts of the scaler, which know of no other objects yet."""
         self._names = ParameterNames()
         self._known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._records = Records(self._scales, self._known, skips=skips, on_floor=on_floor)
@@ -180,7 +180,7 @@ class LossScaler(torch.amp.GradScaler):
         *,
         delay_unscale: bool = False,
     ) -> AbstractContextManager[Any]:
-        """``with scaler.scale_loss(loss, optimizer) as scaled: scaled.backward()``; unscaled gradients on exit.
+        """Open a block: ``with scaler.scale_loss(loss, optimizer) as scaled: scaled.backward()``; unscales on exit.
 
         For several losses, each with its own scale (``num_losses``): gradients of earlier losses are put aside on
         entry, and the new ones, once unscaled and checked, are added to them. Then ``step`` and ``update`` as ever.
@@ -375,7 +375,7 @@ class LossScaler(torch.amp.GradScaler):
         self._records.before_update({id(optimizer)})
 
     def _after_replay(self, optimizer: Optimizer, found: Tensor) -> None:
-        """It was launched: note what ``step`` and ``update`` would have. ``found``: its flag, 0-dim FP32.
+        """Note what ``step`` and ``update`` would have, of a launched graph. ``found``: its flag, 0-dim FP32.
 
         Raises:
             LossScaleFloorError: as ``update``.
@@ -421,21 +421,24 @@ class LossScaler(torch.amp.GradScaler):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether a step of the last iteration (or of this one, once it stepped) was skipped. Reads the device."""
+        """Return whether a step of the last iteration, or of this one once it stepped, was skipped.
+
+        Reads the device.
+        """
         return self._records.skips.last
 
     @property
     def skipped_steps(self) -> int:
-        """How many optimizer steps were skipped so far; saved with the state. Reads the device."""
+        """Number of optimizer steps that were skipped so far; saved with the state. Reads the device."""
         return self._records.skips.count + self._records.skips.without_gradients
 
     @property
     def steps_without_gradients(self) -> int:
-        """How many of the skipped steps had no gradients (``skip_without_gradients``); saved with the state."""
+        """Number of skipped steps that had no gradients (``skip_without_gradients``); saved with the state."""
         return self._records.skips.without_gradients
 
     def found_inf(self, loss_id: int = 0) -> bool:
-        """Whether the gradients that were checked since the last ``update`` hold inf or nan. Reads the device."""
+        """Return whether gradients that were checked since the last ``update`` hold inf or nan. Reads the device."""
         wanted = self._scales.losses[loss_id]
         return self._enabled and any(bool(found > 0) for loss, found in self._records.found() if loss is wanted)
 

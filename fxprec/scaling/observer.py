@@ -9,8 +9,8 @@ class Observer(Protocol):
     """Told of each ``update`` of a scaler that is enabled."""
 
     def before_update(self) -> None:
-        """It is about to move the scales: what was found in this iteration is still there."""
+        """Look at what was found in this iteration: the scales are about to move."""
 
     def after_update(self, fallen: bool) -> str:
-        """It has. ``fallen``: overflows took a scale to its floor; what is known of them, for the message."""
+        """Look at the moved scales. ``fallen``: what is known of overflows that took one to its floor."""
         ...

@@ -51,7 +51,7 @@ class _Seen:
 
 
 class OldGradients:
-    """What one scaler knows of gradients that updates left behind."""
+    """Gradients of earlier scales that updates of one scaler left behind."""
 
     def __init__(self) -> None:
         self._scale: Tensor | None = None
@@ -127,12 +127,12 @@ class OldGradients:
 
 
 def holds_any(gradient: Tensor) -> bool:
-    """Whether anything in it is not 0. Reads the device."""
+    """Return whether anything in it is not 0. Reads the device."""
     return bool((_numbers(gradient) != 0).any())
 
 
 def _numbers(gradient: Tensor) -> Tensor:
-    """What is stored of it, here."""
+    """Return the stored numbers of it that are on this rank."""
     held = local(gradient)
     if held.layout is torch.sparse_coo:
         return sparse_values(held)

@@ -22,7 +22,7 @@ from fxprec.torch_internals import fresh_states
 
 
 class Records:
-    """One object, so that iterations which are to leave no trace get one of their own (``LossScaler._aside``).
+    """Records of one scaler: one object, so that iterations which leave no trace get their own (``LossScaler._aside``).
 
     Args:
         scales: whose device the flags come to.
@@ -98,7 +98,7 @@ class Records:
                 yield loss, _highest(found, loss.scale.device)
 
     def found_by(self, optimizer: Optimizer) -> Tensor:
-        """One flag of what was found in the gradients of this optimizer since the last update; 0-dim FP32."""
+        """Return one flag of what was found in this optimizer's gradients since the last update; 0-dim FP32."""
         return _highest([*self.states[id(optimizer)]["found_inf_per_device"].values()], self.scales.first.device)
 
     def before_update(self, used: Iterable[int] | None = None) -> None:
@@ -109,6 +109,6 @@ class Records:
 
 
 def _highest(flags: list[Tensor], device: torch.device) -> Tensor:
-    """One 0-dim flag of several, there."""
+    """Return one 0-dim flag for several, on that device."""
     here = [flag.view(()).to(device, non_blocking=True) for flag in flags]
     return here[0] if len(here) == 1 else torch.stack(here).amax()

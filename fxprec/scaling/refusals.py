@@ -63,7 +63,7 @@ def no_gradients(optimizer: Optimizer, model: nn.Module | None) -> NoGradientsEr
 
 
 def floor_message(scales: Iterable[float], skipped: int, names: list[str], known: Iterable[str] = ()) -> str:
-    """What to look at when gradients overflow at every scale; ``known``: what observers know of it."""
+    """Say what to look at when gradients overflow at every scale; ``known``: what observers know of it."""
     found = ", ".join(f"{scale:g}" for scale in scales)
     where = f" The last overflow was in the gradients of {few(names)}." if names else ""
     steps = f"{skipped} skipped step{'' if skipped == 1 else 's'}"

@@ -77,6 +77,6 @@ def resume(optimizer: Optimizer, blocks: list[dict[str, Any]], device: torch.dev
 
 
 def _sizes(optimizer: Optimizer) -> list[int]:
-    """How many parameters and elements."""
+    """Return how many parameters and elements there are."""
     numbers = [parameter.numel() for parameter in parameters_of(optimizer)]
     return [len(numbers), sum(numbers)]

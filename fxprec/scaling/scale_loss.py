@@ -160,7 +160,7 @@ def _put_aside(records: Records, optimizer: Optimizer) -> _Before:
 
 @torch.no_grad()
 def _restore(records: Records, before: list[_Before]) -> None:
-    """As on entry."""
+    """Restore the state of the entry."""
     for entry in before:
         state = records.state_of(entry.optimizer)
         state["stage"] = entry.stage

@@ -48,12 +48,12 @@ class Scales:
         self.losses = [LossScale(init_scale, 0, self.hysteresis) for _ in range(count)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """With numbers in the places of tensors, which are made again on the first device that is seen."""
+        """Return the state with numbers in place of tensors, which are made again on the first device that is seen."""
         return {**self.__dict__, "losses": [LossScale(*loss.numbers()) for loss in self.losses]}
 
     @property
     def placed(self) -> bool:
-        """Whether the scales are tensors: once a device is known."""
+        """Flag: the scales are tensors, since a device is known."""
         return self.losses[0].scale is not None
 
     @property
@@ -78,7 +78,7 @@ class Scales:
             self.of(loss_id).fill_(value)
 
     def rule(self, near_floor: bool) -> UpdateRule:
-        """How they move now. ``near_floor``: the next update may bring one down to the smallest number."""
+        """Return how scales move now. ``near_floor``: the next update may bring one down to the smallest number."""
         low, high = self.bounds
         if low is None and near_floor and self.backoff_factor < 1:
             low = arguments.SMALLEST_SCALE  # or the scale would reach 0

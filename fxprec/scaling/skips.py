@@ -39,12 +39,12 @@ class Skips:
 
     @property
     def last(self) -> bool:
-        """Whether a step of the newest iteration that stepped was skipped."""
+        """Return whether a step of the newest iteration that stepped was skipped."""
         return self._passed_over or any(bool(flag) for flag in self._last)
 
     @property
     def count(self) -> int:
-        """How many steps were skipped for an overflow. Reads the device."""
+        """Return how many steps were skipped for an overflow. Reads the device."""
         return self._known + sum(int(torch.stack(flags).sum().item()) for flags in self._flags.values())
 
     def begin(self) -> None:

@@ -80,7 +80,7 @@ class _Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How a call is cut up.
+    """Plan of a call: how it is cut up.
 
     Attributes:
         group: heads of the query for each head of key and value.
@@ -122,7 +122,7 @@ class _Plan:
         return cls(group, chunks, blocks, sizes)
 
     def pieces(self, p: Tensor) -> Iterator[Tensor]:
-        """Of [N, H, T, S] what the block of each chunk, in order, has of it."""
+        """Yield, of [N, H, T, S], what the block of each chunk has, in order."""
         for chunk in self.chunks:
             for block in self.blocks:
                 yield p[chunk.batch, chunk.query_heads, block.rows, : block.keys]
@@ -254,7 +254,7 @@ def _backward_again(
 
 
 class _Backward:
-    """That of one chunk, whose blocks come from the last on: it sees the most keys, and the others are added to it."""
+    """Backward of one chunk, whose blocks come from the last on: it sees the most keys; the others are added to it."""
 
     def __init__(
         self, plan: _Plan, chunk: _Chunk, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, softmax: _Softmax
@@ -342,7 +342,7 @@ def recomputed_attention(
 
 
 def is_short(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
-    """Whether P, if a backward may follow, takes no more memory than it may.
+    """Return whether P, if a backward may follow, takes no more memory than it may.
 
     Where it would, torch's kernel is as fast as products: of 2 x 12 heads of 512 rows, 64 wide, under a causal mask, it
     takes 1.09 times the time of ``recomputed_attention``, and of 8 heads of 1024 rows 0.77 times (two cores of a Xeon

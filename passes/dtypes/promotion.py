@@ -73,7 +73,7 @@ def is_zero_dim(node: Node) -> bool:
 
 
 def has_dimensions(node: Node) -> bool:
-    """Whether the value is known to be no 0-dim tensor: of many of which ``is_zero_dim`` says no nobody knows.
+    """Return whether the value is known to be no 0-dim tensor. Of many values neither is known.
 
     ``propagate`` writes the answer to ``annotations.dimensioned``.
     """

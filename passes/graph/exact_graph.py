@@ -46,7 +46,7 @@ class ExactGraphModule(GraphModule):
     """A graph module whose copies have the very same nodes."""
 
     def recompile(self) -> PythonCode:
-        """As torch.fx does; the forward gives a tracer from outside the nodes themselves."""
+        """Recompile as torch.fx does; the forward gives a tracer from outside the nodes themselves."""
         code = super().recompile()
         cls: Any = type(self)
         cls.forward = _open_to_tracers(cls.forward)
@@ -78,7 +78,7 @@ class ExactGraphModule(GraphModule):
 
 
 class LazyGraphModule(LazyBase, ExactGraphModule):  # type: ignore[misc]
-    """One that writes its source when somebody calls it or asks for it."""
+    """Graph module that writes its source when somebody calls it or asks for it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ExactGraphModule.__reduce__(self)
@@ -128,7 +128,7 @@ def _open_to_tracers(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """Which of the graph's nodes."""
+    """Reference to one of the graph's nodes."""
 
     number: int
 
@@ -232,7 +232,7 @@ class SavedGraph:
 
 
 def _annotations(node: Node) -> dict[str, Any]:
-    """What is plain of ``node.meta``, no fake tensors; of modules the class by name, as in exported programs."""
+    """Return what is plain of ``node.meta``, no fake tensors; modules' classes by name, as in exported programs."""
     kept = {key: value for key, value in node.meta.items() if _is_plain(value)}
     stack = node.meta.get("nn_module_stack")
     if stack:

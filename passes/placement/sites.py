@@ -63,7 +63,7 @@ class Site:
         return self.dtype is None and context.native_mixed and context.device in self.facts.mixed
 
     def adds_up_low(self, context: Context) -> bool:
-        """Whether the kernel's backward would add up in low; of activations only where autocast's would not."""
+        """Return whether the kernel's backward would add up in low; of activations only where autocast's would not."""
         free = self.rule in (Rule.FOLLOW, Rule.PROMOTE) and context.device in self.facts.adds_up
         return free and (not self.facts.exact or notes(self.base).kind == "parameter")
 
