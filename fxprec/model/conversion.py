@@ -41,7 +41,7 @@ from fxprec.model.method_names import MethodName
 from fxprec.model.net import RUNS_FP32, Net, inside_net
 from fxprec.model.static import OtherDtypes, StaticEntry
 from fxprec.model.twins import twin_of
-from fxprec.model.watcher import Watcher
+from fxprec.model.watcher import CallWatcher
 from fxprec.model.wrappers import Wrappers
 from fxprec.passes.fuse import region_names
 from fxprec.passes.graph.annotations import notes
@@ -98,7 +98,7 @@ class Conversion:
         self.settled = False
         self.converting = False
         self.undo: Callable[[], None] | None = None
-        self.watcher: Watcher | None = None
+        self.watcher: CallWatcher | None = None
         self._forget()
         self._warned_autocast = False
         self._policy_checked = not settings.policy.overrides and not settings.policy.rules and not settings.chooses

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fxprec.model.entry_point import EntryPoint
 
 
-class Watcher(Protocol):
+class CallWatcher(Protocol):
     """Protocol of a model's watch. All but ``call`` is for ``capture_step``, whose graphs run no Python to look at."""
 
     def call(self, entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fxprec.model.conversion import Conversion
 from fxprec.model.inference import accumulate
 from fxprec.model.module import conversion_of, is_converted
-from fxprec.model.watcher import Watcher
+from fxprec.model.watcher import CallWatcher
 from fxprec.scaling.gradients import parameters_of
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.shadows import ShadowStore
@@ -120,7 +120,7 @@ class Iteration:
         """Return the shadow stores of every converted module in the step."""
         return [conversion.store for conversion in self.conversions]
 
-    def watchers(self) -> list[Watcher]:
+    def watchers(self) -> list[CallWatcher]:
         """Return the watchers of its models (``fxprec.numerics.watch``)."""
         return [each.watcher for each in self.conversions if each.watcher is not None]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fxprec.capture.untouched import RandomState
-from fxprec.model.watcher import Watcher
+from fxprec.model.watcher import CallWatcher
 from fxprec.torch_internals import foreach_copy_
 from fxprec.whole_step.batch import Batch
 from fxprec.whole_step.iteration import Iteration
@@ -82,7 +82,7 @@ class KeptIteration:
         # A replay draws what the generator's state gives to the same ops without a graph.
         return cls(iteration, batch.copy(), RandomState(only_torch=True), buffers, values)
 
-    def run_again(self, watcher: Watcher, scale: float) -> None:
+    def run_again(self, watcher: CallWatcher, scale: float) -> None:
         """Run forward, and backward at a loss scale, without the graph, for one watcher; then put all back."""
         with backward_put_back(self.iteration), ExitStack() as stack:
             for other in self.iteration.watchers():

@@ -200,7 +200,7 @@ class CutWalk(GraphWalk):
         self.decide(node, Rule.FOLLOW, site.why, variable)
 
     def assign_named_dtype(self, site: Site, dtype: torch.dtype, source: bool = False) -> None:
-        """Assign the dtype that a call names, or FP32 where somebody needs digits that it has in the original program."""
+        """Assign the dtype that a call names, or FP32 where somebody needs digits that the original program has."""
         node, reference = site.node, dtype_reference(site.node)
         why = COUNTS if self.origins.is_exact(node) else self.saturated.get(node)
         named = notes(node).derived_cast or reference is not None
