@@ -21,9 +21,9 @@ After::
 
 A cast is made right before its first reader and shared by the later ones, until something writes to the tensor or to a
 tensor that shares its memory; the next reader then gets a new one. So does the first reader that autograd records
-(``grad_mode``) where the cast was not. A value whose dtype nobody can know without inputs
-is cast by ``cast_if_float``, which looks at run time, a list or tuple of tensors by ``cast_each``. Additive attention
-masks are cast by ``cast_saturating``.
+(``grad_mode``) where the cast was not. A value whose dtype nobody can know without inputs is cast by
+``cast_if_float``, which looks at run time, a list or tuple of tensors by ``cast_each``. Additive attention masks are
+cast by ``cast_saturating``.
 
 What takes its dtype from a low tensor, and needs digits that this has not (``placement.origins``: counts, and
 ``placement.saturation``), is written as FP32::

@@ -25,9 +25,8 @@ After::
 
 ``graph_notes(gm).packings`` says of the new placeholders, in order, what makes them. An op joins a product where
 nothing else reads the value between; what has to be equal at run time (two operands of one shape) is asked there.
-Convolutions
-give channels_last: where a value goes that must not see that, it is put back first. A sum is written over the operand
-that another convolution made (``packed_conv_plus(..., True, True)``) where it is the last that reads it.
+Convolutions give channels_last: a value is put back before a reader that must not see that. A sum is written over the
+operand that another convolution made (``packed_conv_plus(..., True, True)``) where it is the last that reads it.
 """
 
 from __future__ import annotations

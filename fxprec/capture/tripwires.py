@@ -34,7 +34,7 @@ TRIPWIRES: Final[tuple[tuple[Any, str, str], ...]] = (
 
 
 def trips(target: Any) -> str | None:
-    """Return what a function does that no graph can hold ("draws a random number"), or None if a trace may call it."""
+    """Return what a function does that no graph can hold ("enters a torch.autocast region"), or None."""
     return next((what for owner, name, what in TRIPWIRES if vars(owner).get(name) is target), None)
 
 

@@ -60,7 +60,7 @@ def write_by_copy(gm: GraphModule, node: Node, op: Op) -> None:
 
 
 def out_by_copy(gm: GraphModule, node: Node, op: Op) -> None:
-    """``f(x, out=y)`` -> ``y.copy_(f(x))``; of several results each by itself."""
+    """Write ``write_out(y, f(x))`` for ``f(x, out=y)``; of several results each by itself."""
     out: Any = node.kwargs["out"]
     target = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
     with gm.graph.inserting_before(node):

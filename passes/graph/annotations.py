@@ -25,7 +25,11 @@ SPARSE: Final = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc,
 
 
 class Rule(StrEnum):
-    """Rule of a policy for an op (the op table: ``passes/ops/rule.py``)."""
+    """Rule of a policy for an op (the op table: ``passes/ops/rule.py``).
+
+    LOW: computes in the low dtype. FULL: in FP32. FOLLOW: in the dtype of its input. PROMOTE: in the widest dtype of
+    its inputs. KEEP: in the dtypes of the original program.
+    """
 
     LOW = "low"
     FULL = "full"
@@ -123,14 +127,14 @@ class Annotations:
     written: Annotated[bool, "canonicalize"] = False
     #: False within ``autocast(enabled=False)``: the node keeps its original dtype. A dtype within the user's own
     #: autocast in it: the node's value has, in the original program, the dtype that capture saw.
-    autocast: Annotated[bool | torch.dtype, "canonicalize"] = True
+    autocast: Annotated[bool | torch.dtype, "resolve_autocast_regions"] = True
     #: In the body of a region of the user's own autocast that runs as it is written: nothing is rewritten there.
-    as_written: Annotated[bool, "canonicalize"] = False
+    as_written: Annotated[bool, "resolve_autocast_regions"] = False
     #: A cast to the low dtype that reads ``x.to(y.dtype)`` in the source, or an ``arange(n, dtype=y.dtype)``: it
     #: follows ``y``.
     derived_cast: Annotated[bool, "canonicalize"] = False
     #: What the program had instead of this call, in words.
-    instead_of: Annotated[str, "canonicalize"] = ""
+    instead_of: Annotated[str, "take_logits"] = ""
     #: dtype of the value in the *original* FP32 program: a ``torch.dtype``, ``UNKNOWN`` (nobody can tell without
     #: inputs), ``NON_TENSOR``, or a tuple of these. Capture states those of inputs that it knows.
     dtype: Annotated[DTypeInfo, "propagate"] = NON_TENSOR

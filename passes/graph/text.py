@@ -20,7 +20,9 @@ def dtype_name(dtype: object) -> str:
 def format_graph(gm: GraphModule) -> str:
     """Write a graph as text, one line a node: name, dtype and call, as the snapshot tests and docstrings have it.
 
-    >>> %linear: bfloat16 = linear(%x_low, %weight_low, %bias_low)
+    ::
+
+        %linear: bfloat16 = linear(%x_low, %weight_low, %bias_low)
     """
     return "\n".join(_line(node) for node in gm.graph.nodes)
 

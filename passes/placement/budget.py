@@ -63,7 +63,7 @@ class _Budget:
         return self.bounded(outcome) <= self.limit * (1 + _LAST_DIGITS)
 
     def _moves(self, good: Outcome, bad: Outcome) -> list[Move]:
-        """Yield the assignments that are worth a try: ops made FP32 or low.
+        """Return the assignments that are worth a try: ops made FP32 or low.
 
         One alone; one that makes a value and one that reads it, as what the former no longer rounds the latter does;
         and all that are connected in this way and differ between two points of the hull, as in either. With each goes

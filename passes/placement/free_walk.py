@@ -94,7 +94,7 @@ class FreeWalk(PricedWalk):
                 self.variables.widen_with((other,), first)
 
     def digits_of(self, node: Node) -> tuple[Node, ...]:
-        """Return the node that made the digits of a value; itself unless the op only moves values."""
+        """Return the nodes that made the digits of a value; itself unless the op only moves values."""
         found: dict[Node, None] = {}
         waiting, seen = [node], {node}
         while waiting:

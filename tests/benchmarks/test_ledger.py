@@ -83,14 +83,14 @@ def test_an_audit_that_adds_up(gradients):
 def test_one_that_does_not_is_noticed(monkeypatch):
     """Of a value that two ops read, the part of one is forgotten."""
     subject = small("routed")
-    add, seen = adjoint._Walk.add, set()
+    add, seen = adjoint._AdjointWalk.add, set()
 
     def first_only(self, place, gradient):
         if place.storage not in seen:
             add(self, place, gradient)
         seen.add(place.storage)
 
-    monkeypatch.setattr(adjoint._Walk, "add", first_only)
+    monkeypatch.setattr(adjoint._AdjointWalk, "add", first_only)
     assert not added_up(subject, BFLOAT16, "O1", False).adds_up
     monkeypatch.undo()
     assert added_up(subject, BFLOAT16, "O1", False).adds_up

@@ -133,8 +133,8 @@ def test_the_report_says_why(capture):
     torch._dynamo.reset()  # before torch 2.13 it counts what it compiled for all the models above together
     converted = check(Graph(torch.matmul, matrix("sparse_csr")), torch.randn(8, 8), capture=capture)
     report = fxprec.report(converted)
-    assert dict(report.headline.products)["bfloat16"] == 2  # the layers
     if capture == "symbolic":
+        assert dict(report.headline.products)["bfloat16"] == 2  # the layers
         assert "a sparse operand: few of its kernels take low numbers" in str(report.nodes)
     else:
         assert "runs in FP32, since autocast has few kernels for sparse tensors" in str(report)

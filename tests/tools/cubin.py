@@ -7,8 +7,9 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-__all__ = ["Usage", "usage", "usage_of"]
+__all__ = ["Usage", "disassembled", "usage", "usage_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,21 @@ class Usage:
 
 def usage(cubin: Path) -> Usage:
     """Return what the kernel in a file takes."""
-    from triton import knobs  # not everywhere installed, where tests are collected
-
-    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    said = _said("cuobjdump", "--dump-resource-usage", str(cubin))
     numbers = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", said)}
     return Usage(numbers["REG"], numbers["STACK"] + numbers["LOCAL"], numbers["SHARED"])
+
+
+def disassembled(cubin: Path) -> str:
+    """Return the kernel's SASS."""
+    return _said("nvdisasm", "-c", str(cubin))
+
+
+def _said(tool: Literal["cuobjdump", "nvdisasm"], *options: str) -> str:
+    from triton import knobs  # not everywhere installed, where tests are collected
+
+    command = [getattr(knobs.nvidia, tool).path, *options]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def usage_of(cubin: bytes) -> Usage:

@@ -65,7 +65,7 @@ def exact_keys(builder: Any, guard: Any) -> None:
 
 
 def _ambiguous_keys(value: Any) -> set[Any]:
-    """Yield the keys that are, or hold, numbers; others may be objects that a guard must not keep alive."""
+    """Return the keys that are, or hold, numbers; others may be objects that a guard must not keep alive."""
     return {key for key in value if is_ambiguous((key,))}
 
 

@@ -93,7 +93,7 @@ def _read(code: CodeType) -> _Code:
 
 
 def _clauses(code: _Code, target: int, frame: FrameType) -> list[Any]:
-    """Yield what each ``except`` of the handler at ``target`` names; BaseException where it names nothing."""
+    """Return what each ``except`` of the handler at ``target`` names; BaseException where it names nothing."""
     found: list[Any] = []
     place: int | None = code.places.get(target)
     while place is not None:
