@@ -267,7 +267,7 @@ class _Epochs:
         """Return whether a kernel is to widen low values to FP32, and each FP32 operand may be 0-dim: it would not."""
         reads, op = notes(node).precision.reads, notes(node).op
         if reads is Arrival.AS_IT_ARRIVES:  # a part of such a value, or in its dtype
-            return not (op.in_place or cast_target(node) or self.guessed.isdisjoint(node.all_input_nodes))
+            return not (self.guessed.isdisjoint(node.all_input_nodes) or op.in_place or cast_target(node))
         if reads is not torch.float32 or op.in_place or not facts_of(op.name).native_promotion:
             return False
         wide: list[Node] = []

@@ -1,4 +1,6 @@
-"""The invariants of a rewritten graph, checked on the result of each pass from the one on that establishes them.
+"""Check the invariants of a rewritten graph, at the end of the pipeline or after each pass (``runner``).
+
+After each pass those count that it and the passes before it establish.
 
 What the annotations say of results is judged by torch in the end: the graph is run once on fake tensors, which know
 nothing of the op table, of rules or of the passes.
