@@ -31,7 +31,8 @@ import fxprec
 from benchmarks.measure.interleaved import fastest
 from fxprec.costs.files import costs_of, read, shipped_for_here
 from fxprec.costs.loop_cases import as_loop, why_no_loops
-from fxprec.kernels.rows.run.gains import LoopPrices, seconds
+from fxprec.kernels.rows.program.prices import LoopPrices
+from fxprec.kernels.rows.run.gains import seconds
 
 __all__ = ["REGIONS", "Compared", "compare", "main"]
 

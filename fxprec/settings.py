@@ -14,7 +14,7 @@ import torch
 from fxprec.costs.files import costs_of, shipped_for_here
 from fxprec.errors import PolicyError
 from fxprec.kernels.cpu.processor import cpu_flags, has_bfloat16_units, instruction_limit
-from fxprec.kernels.rows.run.gains import LoopPrices
+from fxprec.kernels.rows.program.prices import LoopPrices
 from fxprec.passes.context import Context
 from fxprec.passes.costs.device_costs import AttentionWay, DeviceCosts
 from fxprec.passes.policy.policy import Policy

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch.fx import GraphModule
 
-from fxprec.kernels.rows.run.gains import LoopPrices
+from fxprec.kernels.rows.program.prices import LoopPrices
 from fxprec.passes.costs.device_costs import AttentionWay, DeviceCosts
 from fxprec.passes.graph.subgraphs import bodies_before, bodies_behind
 from fxprec.passes.policy.policy import Policy

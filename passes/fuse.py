@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.kernels.rows.run.gains import LoopPrices
+from fxprec.kernels.rows.program.prices import LoopPrices
 from fxprec.kernels.rows.run.region import FusedRegion, RegionKernels
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.dtypes.promotion import is_zero_dim

@@ -22,7 +22,7 @@ import fxprec
 import fxprec.model.captured
 from fxprec.capture.collection import fewer_collections
 from fxprec.capture.symbolic.trace import trace_static
-from fxprec.kernels.rows.program.spec import spec_of
+from fxprec.kernels.rows.program.layout import spec_of
 from fxprec.kernels.rows.run.derive import make_plan
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.context import Context

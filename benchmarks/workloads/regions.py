@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import fxprec
 from benchmarks.workloads.problems import Problem, Setup, Source
 from fxprec.kernels.launch.triton_support import can_launch
-from fxprec.kernels.rows.program.structure import structure_of
-from fxprec.kernels.rows.run.accounting import bytes_moved
+from fxprec.kernels.rows.program.region_graph import structure_of
+from fxprec.kernels.rows.run.plan import bytes_moved
 from fxprec.kernels.rows.run.region import FusedRegion
 
 __all__ = ["MODELS", "QUICK_REGION", "REGIONS", "Call", "calls", "regions", "slug"]

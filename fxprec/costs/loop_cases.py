@@ -18,8 +18,7 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from fxprec.costs.cases import Case, Run, random
 from fxprec.kernels.cpu.compiled_attention import why_not
-from fxprec.kernels.rows.emit.loop_counts import Step
-from fxprec.kernels.rows.run.gains import MORE_STEPS
+from fxprec.kernels.rows.program.prices import MORE_STEPS, Step
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.costs.device_costs import STEPPED, Work
 from fxprec.passes.ops.names import canonical_op

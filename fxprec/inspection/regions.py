@@ -9,7 +9,7 @@ from typing import Final
 
 from torch.fx import GraphModule
 
-from fxprec.kernels.rows.run.accounting import bytes_moved, count_kernels
+from fxprec.kernels.rows.run.plan import bytes_moved, count_kernels
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.graph.subgraphs import every_graph
 

@@ -18,9 +18,8 @@ from fxprec.kernels.rows.run.gradients import evaluated_backward
 from fxprec.kernels.rows.run.ops import plan_of
 
 if TYPE_CHECKING:  # Triton is loaded when a plan is made
-    from fxprec.kernels.rows.program.layout import Layout
+    from fxprec.kernels.rows.program.layout import Layout, Spec
     from fxprec.kernels.rows.program.row_program import Store
-    from fxprec.kernels.rows.program.spec import Spec
 
 
 def region_forward(inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool, plan: int) -> list[Tensor]:

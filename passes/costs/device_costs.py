@@ -16,8 +16,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from fxprec.kernels.rows.emit.loop_counts import Step
-from fxprec.kernels.rows.run.gains import Kernel, LoopPrices
+from fxprec.kernels.rows.program.prices import Kernel, LoopPrices, Step
 from fxprec.passes.graph.text import dtype_name
 
 #: Of files that ``to_dict`` wrote; another number is not read.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from fxprec.kernels.rows.run.gains import LoopPrices, count_aten_kernels, is_faster_by_torch, may_gain_alone
+from fxprec.kernels.rows.program.prices import LoopPrices, count_aten_kernels, is_faster_by_torch, may_gain_alone
 from fxprec.passes.fusion.regions import Region, saves
 from fxprec.passes.fusion.row_operations import drops, is_row_operation
 from fxprec.passes.graph.annotations import notes

@@ -14,8 +14,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from fxprec.kernels.rows.program.lowering import LOWERINGS
-from fxprec.kernels.rows.program.reductions import ROW_REDUCTIONS
+from fxprec.kernels.rows.program.lowering import LOWERINGS, ROW_REDUCTIONS
 from fxprec.passes.graph.annotations import CASTABLE, NON_TENSOR, UNKNOWN, Op, arg_nodes, argument, notes
 from fxprec.passes.ops.table import facts_of
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch.fx import GraphModule, Node
 
-from fxprec.kernels.rows.run.region import FusedRegion
+from fxprec.kernels.rows.program.region_graph import RegionModule
 from fxprec.passes.graph.fetched import bodies_in, body_of
 
 
@@ -24,7 +24,7 @@ def subgraph_of(gm: GraphModule, node: Node) -> GraphModule | None:
     if node.op != "call_module":
         return body_of(node)
     called = gm.get_submodule(str(node.target))
-    return called.graph_module if isinstance(called, FusedRegion) else None
+    return called.graph_module if isinstance(called, RegionModule) else None
 
 
 def every_graph(gm: GraphModule) -> Iterator[GraphModule]:

@@ -15,9 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.rows.program.layout import dense_strides
+from fxprec.kernels.rows.program.layout import Spec, dense_strides
 from fxprec.kernels.rows.program.row_program import RowProgram, Store
-from fxprec.kernels.rows.program.spec import Spec
 from fxprec.kernels.rows.program.values import COMPARISONS, DECIDING, REDUCTIONS, Value, walk
 from fxprec.kernels.rows.run.kernel import Launch
 from fxprec.kernels.rows.run.plan import RegionPlan

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, symbolic_trace
 
-from fxprec.kernels.rows.program.spec import spec_of
+from fxprec.kernels.rows.program.layout import spec_of
+from fxprec.kernels.rows.program.prices import LoopPrices
 from fxprec.kernels.rows.run.derive import make_plan
 from fxprec.kernels.rows.run.evaluate import evaluate
-from fxprec.kernels.rows.run.gains import LoopPrices
 from fxprec.kernels.rows.run.plan import RegionPlan
 from fxprec.kernels.rows.run.region import FusedRegion, RegionKernels
 from fxprec.passes.ops.names import canonical_op

@@ -1,4 +1,4 @@
-"""Writes the offsets and masks of a tile's elements in memory, as Triton expressions.
+"""Finds the stride arguments of a kernel, and writes the offsets and masks of a tile's elements as Triton expressions.
 
 ``row`` (or ``row_0``, ``row_1``, ... where several strides are needed) counts rows in 64 bits, ``column`` columns in as
 many as they need. What varies along rows alone is a vector of them, read and written once a row.
@@ -6,7 +6,12 @@ many as they need. What varies along rows alone is a vector of them, read and wr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
+
+from fxprec.kernels.rows.program.layout import Layout, Strides, merged
+from fxprec.kernels.rows.program.row_program import RowProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +65,89 @@ class Addresses:
         if columns:
             return self.inside_row
         return "within" if rows else ""
+
+
+#: Strides of a tensor along each row dimension and along the columns, as ``layout.place`` returns them.
+Placed: TypeAlias = tuple[list[int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Walks:
+    """Pointers and integer arguments of one kernel.
+
+    Attributes:
+        loads, stores: (name of the pointer, strides) of each tensor, in the program's order.
+        dimensions: how many row dimensions there are.
+        strides: names of the stride arguments.
+        numbers: the integer arguments: rows (of a flat program columns), sizes of all row dimensions but the outermost,
+            strides.
+        wide: whether the columns of each full tensor are next to each other, and the strides of its rows divide by 8.
+    """
+
+    loads: tuple[tuple[str, Access], ...]
+    stores: tuple[tuple[str, Access], ...]
+    dimensions: int
+    strides: tuple[str, ...]
+    numbers: tuple[int, ...]
+    wide: bool
+
+
+def walks(
+    program: RowProgram,
+    layout: Layout,
+    loads: Sequence[tuple[str, Placed]],
+    stores: Sequence[tuple[str, Placed | None]],
+) -> Walks:
+    """Find the pointers and integer arguments of a kernel.
+
+    Args:
+        loads, stores: name and place of each tensor, in the program's order; partial stores have no place.
+    """
+    ports = [*((port.rows, port.columns) for _, port in program.loads), *((s.rows, s.columns) for s in program.stores)]
+    named = [*loads, *stores]
+    sizes, places = merged(layout, [place for _, place in named if place is not None])
+    found, taken, strides = iter(places), set[str](), dict[str, int]()
+    walked: list[tuple[str, Access]] = []
+    for (tensor, place), (rows, columns) in zip(named, ports, strict=True):
+        tensor = _unique(tensor, taken)
+        walk = Access((), "") if place is None else _access(tensor, next(found), rows, columns, layout, strides)
+        walked.append((f"{tensor}_ptr", walk))
+    # Tensors that vary along rows and columns are most of the traffic: only their strides decide on wide accesses.
+    full = [
+        access
+        for (_, access), (_, place), along in zip(walked, named, ports, strict=True)
+        if place is not None and along == (True, True)
+    ]
+    return Walks(
+        tuple(walked[: len(loads)]), tuple(walked[len(loads) :]), len(sizes), tuple(strides),
+        (layout.columns if layout.flat else layout.rows, *sizes[1:], *strides.values()),
+        wide=all(each.columns == "1" and not any(strides.get(row, 0) % 8 for row in each.rows) for each in full),
+    )  # fmt: skip
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    """Return a name not taken yet: an input and an output of a graph may come to the same name."""
+    number, own = 2, name
+    while own in taken:
+        own = f"{name}_{number}"
+        number += 1
+    taken.add(own)
+    return own
+
+
+def _access(tensor: str, place: Strides, rows: bool, columns: bool, layout: Layout, strides: dict[str, int]) -> Access:
+    """Return the strides of a tensor as the kernel writes them; add those that become arguments to ``strides``."""
+
+    def named(stride: int, label: str, varies: bool) -> str:
+        if not stride or not varies:
+            return ""
+        if stride == 1:
+            return "1"
+        # COLUMNS is a constant of the kernel, so that this stride needs no argument.
+        if stride == layout.columns and not layout.flat:
+            return "COLUMNS"
+        strides[f"{tensor}_{label}"] = stride
+        return f"{tensor}_{label}"
+
+    along = tuple(named(stride, f"stride_{i}", rows) for i, stride in enumerate(place.row_strides))
+    return Access(along, named(place.column_stride, "step", columns))

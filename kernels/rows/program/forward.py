@@ -10,9 +10,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxprec.kernels.rows.program.lowering import lower
-from fxprec.kernels.rows.program.reductions import ROW_REDUCTIONS
-from fxprec.kernels.rows.program.region_node import is_inserted, op_name
+from fxprec.kernels.rows.program.lowering import ROW_REDUCTIONS, lower
+from fxprec.kernels.rows.program.region_graph import is_inserted, op_name
 from fxprec.kernels.rows.program.row_program import Forward, Port, RowProgram, Store
 from fxprec.kernels.rows.program.terms import Declined, RowTerm
 from fxprec.kernels.rows.program.values import Builder, Value

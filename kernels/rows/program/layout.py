@@ -8,6 +8,8 @@ equal dense tensors is all of them: then there is one row, and the program is *f
     shape (8, 512, 768), x contiguous, bias (768,), reduced 0   ->  4096 rows x 768 columns; bias varies along columns
     shape (8, 64, 32, 32), x channels_last, bias (64, 1, 1)     ->  8192 rows x 64 columns
     shape (8, 12, 512, 512), mask (8, 1, 1, 512), reduced 1     ->  rows (8, 6144) x 512 columns; mask strides (512, 0)
+
+A tensor's shape, strides and dtype, without its values, are a ``Spec``.
 """
 
 from __future__ import annotations
@@ -17,9 +19,40 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fxprec.kernels.rows.program.terms import Declined
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Metadata of a tensor.
+
+    Attributes:
+        wanted: it wants a gradient.
+        dropped: how many trailing dimensions a reduction took from it.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    wanted: bool = False
+    dropped: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensor's elements."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Return an uninitialized tensor of this shape, strides and dtype."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+
+def spec_of(x: Tensor) -> Spec:
+    """Return the metadata of a tensor."""
+    return Spec(tuple(x.shape), x.stride(), x.dtype, x.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,205 @@
 """Lowers torch's functions to row programs: canonical op name -> a function over terms with the same arguments.
 
 The formulas are torch's, with its corner cases: where a branch is not taken its gradient must not become 0 * inf, so
-arguments of exponentials are selected first. Reductions have a file of their own, ``reductions``.
+arguments of exponentials are selected first. In order: clamps, reductions with softmaxes and norms, the other ops, the
+table.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from fxprec.kernels.rows.program.clamp import clamp
-from fxprec.kernels.rows.program.reductions import REDUCING
+import torch
+
 from fxprec.kernels.rows.program.terms import Declined, RowTerm, TermBuilder
 from fxprec.kernels.rows.program.values import Builder
+
+# -- clamps: their gradient at the bounds is that of the installed torch -----------------------------------------------
+#
+# At a bound torch 2.13 gives the input all of the gradient, as inside; from 2.14 on nothing where bounds are numbers,
+# and half where they are tensors, as ``maximum`` and ``minimum`` do. torch is asked, not its version.
+
+
+def clamp(c: TermBuilder, input: RowTerm, min: Any = None, max: Any = None) -> RowTerm:  # torch's names
+    """Lower ``torch.clamp``, by numbers or by tensors. Where ``min > max`` the result is ``max``."""
+    if isinstance(min, RowTerm) or isinstance(max, RowTerm):
+        return _between(c, input, min, max) if min is not None and max is not None else _beyond(c, input, min, max)
+    bounds = (("ge", min), ("le", max)) if _at_bound(False) == 1 else (("gt", min), ("lt", max))
+    inside = [c(op, input, bound) for op, bound in bounds if bound is not None]
+    held = c.stop(input)
+    for op, bound in (("gt", max), ("lt", min), ("gt", max if min is not None else None)):
+        if bound is not None:
+            held = c("where", c(op, held, bound), bound, held)
+    return c("where", inside[0] if len(inside) == 1 else c("and", *inside), input, held) if inside else input
+
+
+def _beyond(c: TermBuilder, x: RowTerm, low: Any, high: Any) -> RowTerm:
+    """Clamp by one bound that is a tensor."""
+    bound, op, keeps, loses = (high, "minimum", "le", "gt") if low is None else (low, "maximum", "ge", "lt")
+    either = c(op, x, bound)
+    if _at_bound(True) != 1:
+        return either
+    # At the bound the input takes all of the gradient, which a plain minimum or maximum would halve.
+    return c("where", c(keeps, x, bound), x, c("where", c(loses, x, bound), bound, c.stop(either)))
+
+
+def _between(c: TermBuilder, x: RowTerm, low: Any, high: Any) -> RowTerm:
+    """Clamp by two bounds, of which one is a tensor.
+
+    NaN anywhere gives NaN. From torch 2.14 on a NaN input keeps its gradient.
+    """
+    either = c("minimum", c("maximum", x, low), high)
+    if _at_bound(True) != 1:
+        level = c("where", c("lt", x, low), low, c("where", c("gt", x, high), high, x))
+        ordered = c("where", c("gt", low, high), high, c("where", c("eq", low, high), level, either))
+        return c("where", c("isnan", x), x, ordered)
+    inside = c("and", c("ge", x, low), c("le", x, high))
+    below, crossed = c("and", c("lt", x, low), c("lt", low, high)), c("lt", high, low)
+    above = c("or", c("gt", x, high), c("and", crossed, c("not", c("isnan", x))))
+    outside = c("where", above, high, c("where", below, low, c.stop(either)))
+    return c("where", inside, x, outside)
+
+
+@functools.cache
+def _at_bound(tensors: bool) -> float:
+    """Return the share of the gradient (1, 0 or 0.5) that torch's clamp gives an input equal to its bound.
+
+    A thread of its own asks torch: the caller's dispatch modes, hooks and inference mode are not active there.
+    """
+    found: list[float] = []
+
+    def ask() -> None:
+        x = torch.zeros(1, device="cpu", requires_grad=True)
+        bounds: Any = (torch.zeros(1, device="cpu"), torch.ones(1, device="cpu")) if tensors else (0.0, 1.0)
+        found.extend(torch.autograd.grad(x.clamp(*bounds).sum(), x)[0].tolist())
+
+    thread = threading.Thread(target=ask, name="fxprec asks torch")
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+# -- reductions, softmaxes and norms -----------------------------------------------------------------------------------
+
+
+def _sum(c: TermBuilder, input: RowTerm, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RowTerm:
+    return c.reduce("sum", input, dim, keepdim)
+
+
+def _mean(c: TermBuilder, input: RowTerm, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RowTerm:
+    return c.reduce("mean", input, dim, keepdim)
+
+
+def _extreme(op: str) -> Callable[..., RowTerm]:
+    return lambda c, input, dim=(), keepdim=False: c.reduce(op, input, dim, keepdim)
+
+
+def _centred(c: TermBuilder, x: RowTerm, dim: Any) -> tuple[RowTerm, RowTerm]:
+    """Return x - mean and the variance of each row: two passes over registers, without cancellation."""
+    centred = c("sub", x, c.reduce("mean", x, dim, True))
+    return centred, c.reduce("mean", c("mul", centred, centred), dim, True)
+
+
+def _var(
+    c: TermBuilder,
+    input: RowTerm,
+    dim: Any = None,
+    unbiased: Any = None,
+    keepdim: bool = False,
+    *,
+    correction: Any = None,
+) -> RowTerm:
+    correction = (1 if unbiased in (None, True) else 0) if correction is None else correction
+    count = math.prod(input.shape[len(input.shape) - c.reduced :])
+    if count <= correction:
+        raise Declined("the variance of fewer columns than its correction takes away")
+    _, square = _centred(c, input, dim)
+    square = c("mul", square, count / (count - correction))
+    return square if keepdim else c.drop(square)
+
+
+def _layer_norm(
+    c: TermBuilder, input: RowTerm, normalized_shape: Any, weight: RowTerm | None = None, bias: RowTerm | None = None,
+    eps: float = 1e-5, cudnn_enable: bool = True,
+) -> RowTerm:  # fmt: skip
+    centred, square = _centred(c, input, [*range(-len(normalized_shape), 0)])
+    result = c("mul", centred, c("rsqrt", c("add", square, eps)))
+    result = result if weight is None else c("mul", result, weight)
+    return result if bias is None else c("add", result, bias)
+
+
+def _rms_norm(
+    c: TermBuilder, input: RowTerm, normalized_shape: Any, weight: RowTerm | None = None, eps: float | None = None
+) -> RowTerm:
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    square = c.reduce("mean", c("mul", input, input), [*range(-len(normalized_shape), 0)], True)
+    result = c("mul", input, c("rsqrt", c("add", square, eps)))
+    return result if weight is None else c("mul", result, weight)
+
+
+def _exponentials(c: TermBuilder, x: RowTerm, dim: Any) -> tuple[RowTerm, RowTerm, RowTerm]:
+    """Return x - max, its exponential, and the sum of the exponentials."""
+    c.last(x, dim)
+    # A softmax does not depend on the maximum, whose gradient is therefore left out.
+    shifted = c("sub", x, c.stop(c.reduce("max", x, dim, True)))
+    exponential = c("exp", shifted)
+    return shifted, exponential, c.reduce("sum", exponential, dim, True)
+
+
+def _softmax(c: TermBuilder, input: RowTerm, dim: Any = None, *_unused: Any, **_options: Any) -> RowTerm:
+    _, exponential, total = _exponentials(c, input, dim)
+    return c("div", exponential, total)
+
+
+def _log_softmax(c: TermBuilder, input: RowTerm, dim: Any = None, *_unused: Any, **_options: Any) -> RowTerm:
+    shifted, _, total = _exponentials(c, input, dim)
+    return c("sub", shifted, c("log", total))
+
+
+def _logsumexp(c: TermBuilder, input: RowTerm, dim: Any, keepdim: bool = False) -> RowTerm:
+    c.last(input, dim)
+    top = c.stop(c.reduce("max", input, dim, True))
+    top = c("where", c("eq", c("abs", top), math.inf), 0.0, top)  # rows of -inf give -inf, not NaN
+    total = c.reduce("sum", c("exp", c("sub", input, top)), dim, True)
+    result = c("add", c("log", total), top)
+    return result if keepdim else c.drop(result)
+
+
+def _normalize(
+    c: TermBuilder, input: RowTerm, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: None = None
+) -> RowTerm:
+    if p != 2.0:
+        raise Declined(f"a norm of order {p}")
+    total = c.reduce("sum", c("mul", input, input), dim, True)
+    # The root has no derivative at a row of zeros, and torch takes 0.
+    zero = c("eq", total, 0.0)
+    norm = c("where", zero, 0.0, c("sqrt", c("where", zero, 1.0, total)))
+    return c("div", input, c("where", c("lt", norm, eps), eps, norm))
+
+
+#: Ops that reduce over columns -> position of the argument that names dimensions; None: ``normalized_shape`` does.
+ROW_REDUCTIONS: Final[Mapping[str, int | None]] = MappingProxyType(
+    {
+        "sum": 1, "mean": 1, "amax": 1, "amin": 1, "var": 1, "softmax": 1, "log_softmax": 1, "logsumexp": 1,
+        "normalize": 2, "layer_norm": None, "rms_norm": None,
+    }
+)  # fmt: skip
+
+REDUCING: Final[Mapping[str, Callable[..., RowTerm]]] = MappingProxyType(
+    {
+        "sum": _sum, "mean": _mean, "amax": _extreme("max"), "amin": _extreme("min"), "var": _var,
+        "softmax": _softmax, "log_softmax": _log_softmax, "logsumexp": _logsumexp, "normalize": _normalize,
+        "layer_norm": _layer_norm, "rms_norm": _rms_norm,
+    }
+)  # fmt: skip
+
+
+# -- the other ops -----------------------------------------------------------------------------------------------------
 
 
 def lower(b: Builder, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], reduced: int) -> RowTerm:

@@ -14,9 +14,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from fxprec.kernels.launch.operands import is_dense
 from fxprec.kernels.rows.program.backward import backward
 from fxprec.kernels.rows.program.forward import forward, reduced_dimensions
-from fxprec.kernels.rows.program.layout import Layout, dense_strides, find_layout
+from fxprec.kernels.rows.program.layout import Layout, Spec, dense_strides, find_layout
 from fxprec.kernels.rows.program.row_program import Port, Store
-from fxprec.kernels.rows.program.spec import Spec
 from fxprec.kernels.rows.program.terms import Declined
 from fxprec.kernels.rows.run.plan import Derived, RegionPlan
 

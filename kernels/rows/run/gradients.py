@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fxprec.kernels.rows.program.layout import Spec
 from fxprec.kernels.rows.program.row_program import Port
-from fxprec.kernels.rows.program.spec import Spec
 from fxprec.kernels.rows.run.evaluate import evaluate
 
 if TYPE_CHECKING:  # Triton is loaded when a plan is made

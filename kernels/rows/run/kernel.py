@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.triton_support import interpreting
+from fxprec.kernels.rows.emit.addresses import Placed, walks
 from fxprec.kernels.rows.emit.source import emit
 from fxprec.kernels.rows.emit.tiling import Tiling, reduction_levels, tiling_of
 from fxprec.kernels.rows.program.layout import Layout
 from fxprec.kernels.rows.program.row_program import RowProgram
-from fxprec.kernels.rows.run.walks import Placed, walks
 
 _COUNT = itertools.count()
 #: Fewest rows of each program that goes from tile to tile, if the device is full.

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from fxprec.kernels.cpu.cpp import compiled_text
 from fxprec.kernels.launch.direct import Run
+from fxprec.kernels.rows.emit.addresses import Placed, walks
 from fxprec.kernels.rows.emit.loops import FUNCTION, emit_loops
 from fxprec.kernels.rows.emit.tiling import reduction_levels
-from fxprec.kernels.rows.program.layout import Layout
+from fxprec.kernels.rows.program.layout import Layout, Spec
 from fxprec.kernels.rows.program.row_program import RowProgram
-from fxprec.kernels.rows.program.spec import Spec
-from fxprec.kernels.rows.run.walks import Placed, walks
 
 _address: Final = Tensor.data_ptr
 _CPU: Final = torch.device("cpu")

@@ -1,12 +1,14 @@
 """Defines the plan of a region for inputs of given shapes, strides and dtypes: two kernels and their tensors.
 
 ``derive.make_plan`` makes one. Two calls whose inputs differ in the number of rows alone share their row programs; only
-the launches are made anew.
+the launches are made anew. Sums over rows end after the backward kernel (``Finish``): column partials of its programs
+are added up, and the gradient of an input that varies along some of several row dimensions is summed over the others.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,15 +19,72 @@ from torch import Tensor
 
 from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.observers import ANY_MODE, watcher
-from fxprec.kernels.rows.program.layout import Layout, place
+from fxprec.kernels.rows.program.layout import Layout, Spec, place
 from fxprec.kernels.rows.program.row_program import Backward, RowProgram
-from fxprec.kernels.rows.program.spec import Spec
 from fxprec.kernels.rows.run import ops
-from fxprec.kernels.rows.run.finish import Finish, finishes
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # Triton is loaded when a plan is made
     from fxprec.kernels.rows.run.kernel import Launch
     from fxprec.kernels.rows.run.loops import Loops
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Last step of one input's gradient, after the backward kernel.
+
+    Attributes:
+        partial: whether it is among the column sums.
+        stored: its number there, or among the tensors that the kernel stored.
+        plain: it has the input's shape.
+        shape: that the columns have in the layout's order; None where that is the input's own.
+        order: how these dimensions lie in the input.
+        summed: dimensions to sum over.
+    """
+
+    spec: Spec
+    partial: bool
+    stored: int
+    plain: bool
+    shape: tuple[int, ...] | None = None
+    order: tuple[int, ...] = ()
+    summed: tuple[int, ...] = ()
+
+    def shaped(self, x: Tensor) -> Tensor:
+        """Return the gradient in the input's shape, summed over the dimensions that the input lacks."""
+        if self.summed:
+            x = x.sum(self.summed, keepdim=True, dtype=torch.float32)
+        elif self.shape is not None:
+            x = x.reshape(self.shape).permute(self.order)
+        return x.reshape(self.spec.shape)
+
+
+def finishes(
+    bw: Backward, inputs: Sequence[Spec], gradients: Sequence[Spec | None], layout: Layout
+) -> tuple[Finish, ...]:
+    """Return the last step of each wanted input's gradient. ``gradients``: specs of the kernel's stores."""
+    partial = [store.partial for store in bw.program.stores]
+    numbers = [partial[:slot].count(own) for slot, own in enumerate(partial)]
+    found = []
+    for n, slot in zip(bw.wanted, bw.stored_in, strict=True):
+        spec, given = inputs[n], gradients[slot]
+        if given is None:
+            shape, order = _order(spec, layout)
+            plain = shape is None and len(spec.shape) == 1
+            found.append(Finish(spec, True, numbers[slot], plain, shape, order))
+        else:
+            padded = (1,) * (len(given.shape) - len(spec.shape)) + spec.shape
+            summed = tuple(d for d, size in enumerate(given.shape) if padded[d] == 1 != size)
+            found.append(Finish(spec, False, numbers[slot], given.shape == spec.shape, summed=summed))
+    return tuple(found)
+
+
+def _order(spec: Spec, layout: Layout) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """Return the sizes of the columns' dimensions as stored (None: in the input's order), and their permutation."""
+    missing = len(layout.shape) - len(spec.shape)
+    dims = [d for d in layout.column_dims if d >= missing and spec.shape[d - missing] != 1]
+    if dims == sorted(dims):
+        return None, ()
+    return tuple(layout.shape[d] for d in dims), tuple(sorted(range(len(dims)), key=dims.__getitem__))
 
 
 @dataclass(slots=True)
@@ -225,3 +284,56 @@ class RegionPlan:
         read = [self.saved(kind, n)[1] for kind, n in bw.saved] + [self.outputs[n] for n in bw.cotangents]
         written = [spec for spec in self.gradients if spec is not None]
         return [(self.forward_launch, made), (self.backward_launch, [spec.dtype for spec in (*read, *written)])]
+
+
+# -- the kernels of a plan, counted, and the bytes that they move, beside the fewest that must be moved ----------------
+
+
+def count_kernels(plan: RegionPlan) -> int:
+    """Return the launches of a forward and a backward, with second stages of sums, without copies of gradients."""
+    bw = plan.derived.backward
+    if bw is None:
+        return 1
+    partials = plan.backward_launch.partials
+    return 2 + int(partials is not None and partials[0] > 1) + len(_summed(plan))
+
+
+def bytes_moved(plan: RegionPlan) -> tuple[int, int]:
+    """Return (bytes moved, lower bound) of a forward and a backward.
+
+    The bound reads each tensor once that the computation starts from and writes each result once. Above it are the row
+    statistics, the partial sums, gradients in FP32 that are summed afterwards, and what longer rows read again.
+    """
+    bw = plan.derived.backward
+    launch = plan.inference_launch if bw is None else plan.forward_launch
+    moved = _moved(launch, plan.derived.forward, plan.inputs, (*plan.outputs, *plan.statistics))
+    bound = sum(spec.bytes for spec in (*plan.inputs, *plan.outputs))
+    if bw is not None:
+        saved = [plan.saved(kind, n)[1] for kind, n in bw.saved]
+        given = [plan.outputs[n] for n in bw.cotangents]
+        written = [spec for spec in plan.gradients if spec is not None]
+        moved += _moved(plan.backward_launch, bw.program, (*saved, *given), written)
+        moved += sum(spec.bytes for slot in {*_summed(plan)} if (spec := plan.gradients[slot]) is not None)
+        kept = [spec for spec, (kind, _) in zip(saved, bw.saved, strict=True) if kind != "statistic"]
+        bound += sum(spec.bytes for spec in (*kept, *given, *(plan.inputs[n] for n in bw.wanted)))
+    return moved, bound
+
+
+def _summed(plan: RegionPlan) -> list[int]:
+    """Return the number of the store of each input whose gradient is summed after the kernel."""
+    bw = plan.derived.backward
+    assert bw is not None
+    pairs = [(plan.inputs[n], slot) for n, slot in zip(bw.wanted, bw.stored_in, strict=True)]
+    stored = [(own, plan.gradients[slot], slot) for own, slot in pairs]
+    return [slot for own, spec, slot in stored if spec is not None and spec.shape != own.shape]
+
+
+def _moved(launch: Launch | Loops, program: RowProgram, read: Sequence[Spec], written: Sequence[Spec]) -> int:
+    """Return the bytes that one launch moves.
+
+    A broadcast tensor is read from the cache after the first time; a long row is read from memory in each pass.
+    """
+    ports = [port for _, port in program.loads]
+    times = [launch.passes if port.rows and port.columns else 1 for port in ports]
+    loaded = sum(spec.bytes * count for spec, count in zip(read, times, strict=True))
+    return loaded + sum(spec.bytes for spec in written) + 2 * 4 * math.prod(launch.partials or (0,))

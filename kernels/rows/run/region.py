@@ -19,9 +19,10 @@ from torch.fx import GraphModule, Proxy
 from fxprec.kernels.launch.batched import one_by_one
 from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.observers import COMPILER, DUAL, PROXY, SCRIPT, TRANSFORM, watcher
-from fxprec.kernels.rows.program.structure import structure_of
+from fxprec.kernels.rows.program.prices import LoopPrices
+from fxprec.kernels.rows.program.region_graph import RegionModule, structure_of
 from fxprec.kernels.rows.program.terms import Declined
-from fxprec.kernels.rows.run.gains import LoopPrices, SlowerThanOps, check_gain
+from fxprec.kernels.rows.run.gains import SlowerThanOps, check_gain
 from fxprec.kernels.rows.run.gradients import eager_backward, finished, laid_out
 from fxprec.kernels.torch_internals import FakeTensor, disable_current_modes
 
@@ -38,7 +39,7 @@ _LOCK: Final = threading.RLock()
 _DERIVED: dict[str, dict[Any, Any]] = {}
 
 
-class FusedRegion(nn.Module):
+class FusedRegion(RegionModule):
     """Module of a rewritten graph that runs a group of its nodes as one kernel.
 
     Attributes:
@@ -163,7 +164,7 @@ class FusedRegion(nn.Module):
         self._dear[_size(inputs, self._largest)] = reason
 
     def _made(self, inputs: Sequence[Any], recording: bool) -> RegionPlan:
-        from fxprec.kernels.rows.program.spec import Spec
+        from fxprec.kernels.rows.program.layout import Spec
         from fxprec.kernels.rows.run.derive import make_plan
 
         # A 0-dim tensor may be a CPU scalar beside tensors of a device.

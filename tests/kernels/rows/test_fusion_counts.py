@@ -19,10 +19,9 @@ import fxprec
 import kernel_tools
 from benchmarks.workloads.models import GPT, Block
 from fxprec.capture.symbolic.trace import trace_static
-from fxprec.kernels.rows.program.spec import spec_of
-from fxprec.kernels.rows.run.accounting import bytes_moved
+from fxprec.kernels.rows.program.layout import spec_of
 from fxprec.kernels.rows.run.derive import make_plan
-from fxprec.kernels.rows.run.plan import RegionPlan
+from fxprec.kernels.rows.run.plan import RegionPlan, bytes_moved
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.insert_casts import actual_dtype
 from fxprec.programs.shapes import propagate_shapes

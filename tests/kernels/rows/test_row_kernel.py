@@ -15,7 +15,8 @@ import torch.nn.functional as F
 import kernel_tools
 import region_tools as tools
 from fxprec.kernels.launch import kept
-from fxprec.kernels.rows.run import kernel, walks
+from fxprec.kernels.rows.emit import addresses
+from fxprec.kernels.rows.run import kernel
 from fxprec.kernels.rows.run.kernel import Launch, built
 
 
@@ -188,7 +189,7 @@ def test_names_and_strides() -> None:
 
 def test_a_name_that_is_taken_gets_a_number() -> None:
     taken: set[str] = set()
-    assert [walks._unique(name, taken) for name in ("x", "y", "x", "x", "x_2")] == ["x", "y", "x_2", "x_3", "x_2_2"]
+    assert [addresses._unique(name, taken) for name in ("x", "y", "x", "x", "x_2")] == ["x", "y", "x_2", "x_3", "x_2_2"]
 
 
 @pytest.mark.parametrize(("rows", "programs"), [(100, 100), (3000, 187), (5000, 312), (20000, 528), (10**6, 528)])

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import kernel_tools
 import region_tools as tools
-from fxprec.kernels.rows.program.spec import Spec
+from fxprec.kernels.rows.program.layout import Spec
 from fxprec.kernels.rows.run.derive import make_plan
 from integer_intervals import integers
 

@@ -23,9 +23,9 @@ import region_tools
 from fxprec import settings
 from fxprec.kernels.launch import triton_support
 from fxprec.kernels.nn import rope
-from fxprec.kernels.rows.program.spec import Spec
-from fxprec.kernels.rows.run.accounting import bytes_moved
+from fxprec.kernels.rows.program.layout import Spec
 from fxprec.kernels.rows.run.derive import make_plan
+from fxprec.kernels.rows.run.plan import bytes_moved
 from fxprec.passes.fusion import kernel_calls
 from small_transformers import MODELS
 
@@ -54,7 +54,7 @@ class NoProducts(TorchDispatchMode):
 def regions(name: str) -> tuple[Any, ...]:
     """The fused regions of a model after one training step in which no kernel ran."""
     pytest.importorskip("transformers")
-    from fxprec.kernels.rows.program.spec import Spec
+    from fxprec.kernels.rows.program.layout import Spec
     from fxprec.kernels.rows.run.kernel import Launch
 
     zeros = Spec.empty

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxprec.kernels.rows.program.derivatives import _RULES, gradients
+from fxprec.kernels.rows.program.backward import _RULES, gradients
 from fxprec.kernels.rows.program.layout import Layout
 from fxprec.kernels.rows.program.row_program import Port, RowProgram, Store
 from fxprec.kernels.rows.program.values import BOOLEAN, Builder, Operand, Value

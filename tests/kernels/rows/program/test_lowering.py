@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import region_tools as tools
-from fxprec.kernels.rows.program import clamp
+from fxprec.kernels.rows.program import lowering
 from fxprec.kernels.rows.program.lowering import LOWERINGS
 from fxprec.kernels.rows.program.terms import Declined
 from fxprec.kernels.rows.run.evaluate import evaluate
@@ -167,9 +167,9 @@ def test_torch_is_asked_about_ties_whatever_is_on() -> None:
         x = torch.zeros(1, requires_grad=True)
         bounds = (torch.zeros(1), torch.ones(1)) if tensors else (0, 1)
         expected = torch.autograd.grad(x.clamp(*bounds).sum(), x)[0].item()
-        clamp._at_bound.cache_clear()
+        lowering._at_bound.cache_clear()
         with torch.inference_mode(), torch.device("meta"), torch.autograd.graph.disable_saved_tensors_hooks("no"):
-            assert clamp._at_bound(tensors) == expected
+            assert lowering._at_bound(tensors) == expected
 
 
 def test_every_lowering_is_among_the_cases() -> None:

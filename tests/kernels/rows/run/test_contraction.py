@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kernel_tools
 import region_tools as tools
-from fxprec.kernels.rows.program.spec import Spec
+from fxprec.kernels.rows.program.layout import Spec
 from fxprec.kernels.rows.run.derive import make_plan
 
 X = Spec((64, 48), (48, 1), torch.bfloat16, True)

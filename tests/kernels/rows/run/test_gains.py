@@ -16,11 +16,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import region_tools as tools
 from fxprec.kernels.cpu import compiled_attention
-from fxprec.kernels.rows.emit.loop_counts import count
-from fxprec.kernels.rows.program.spec import spec_of
+from fxprec.kernels.rows.program.layout import spec_of
+from fxprec.kernels.rows.program.prices import MORE_STEPS, LoopPrices, is_faster_by_torch
 from fxprec.kernels.rows.run import region as region_module
 from fxprec.kernels.rows.run.derive import make_plan
-from fxprec.kernels.rows.run.gains import MORE_STEPS, LoopPrices, is_faster_by_torch, seconds
+from fxprec.kernels.rows.run.gains import count, seconds
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.costs.device_costs import Curve
 

@@ -12,11 +12,10 @@ from torch import Tensor
 
 import kernel_tools
 import region_tools as tools
-from fxprec.kernels.rows.program.spec import Spec, spec_of
-from fxprec.kernels.rows.run.accounting import bytes_moved, count_kernels
+from fxprec.kernels.rows.program.layout import Spec, spec_of
 from fxprec.kernels.rows.run.derive import make_plan
-from fxprec.kernels.rows.run.finish import Finish
 from fxprec.kernels.rows.run.gradients import eager_backward, finished, laid_out
+from fxprec.kernels.rows.run.plan import Finish, bytes_moved, count_kernels
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

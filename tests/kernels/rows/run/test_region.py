@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import kernel_tools
 import region_tools as tools
 from fxprec.kernels.launch.philox import draw_seeds, keep_mask
-from fxprec.kernels.rows.run.accounting import count_kernels
+from fxprec.kernels.rows.run.plan import count_kernels
 from fxprec.kernels.rows.run.region import FusedRegion
 
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import region_tools as tools
-from fxprec.kernels.rows.program.structure import structure_of
+from fxprec.kernels.rows.program.region_graph import structure_of
 
 
 def of(function: Any) -> str:

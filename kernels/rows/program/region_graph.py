@@ -1,13 +1,37 @@
-"""Writes a region's graph as text without the nodes' names: a key that regions of equal computation share."""
+"""Reads a region's graph: the notes that the fusion pass wrote at its nodes, and a key that equal computations share.
+
+The notes are in ``node.meta``. ``op``: the canonical op, with its ``name``. ``inserted``: the node is a cast that the
+compiler made, to which a kernel need not round: the value is in a register.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxprec.kernels.rows.program.region_node import is_inserted, op_name
+
+class RegionModule(nn.Module):
+    """Module that stands for a group of nodes of a rewritten graph: passes see its graph, ``FusedRegion`` runs it.
+
+    Attributes:
+        graph_module: the nodes, as they were in the graph; returns a tuple.
+    """
+
+    graph_module: GraphModule
+
+
+def op_name(node: Node) -> str:
+    """Return the name of a node's canonical op, or its torch.fx opcode where it calls no op."""
+    op = node.meta.get("op")
+    return op.name if op is not None else node.op
+
+
+def is_inserted(node: Node) -> bool:
+    """Return whether the node is a cast that the compiler made."""
+    return bool(node.meta.get("inserted"))
 
 
 def structure_of(gm: GraphModule) -> str:
