@@ -14,7 +14,7 @@ After::
 ``f(..., out=y)`` becomes ``write_out(y, f(...))`` in the same way. In-place ops that follow or promote (``relu_``,
 ``add_``, ``x[i] = y``) stay: they run in whatever dtype their target has. Of views and in-place ops, ``f(input=x)``
 becomes ``f(x)``: who asks what shares memory looks at the first argument. ``x.type(h.type())`` becomes ``x.to(h)``.
-``linear_cross_entropy`` becomes a product and a loss (head_losses).
+``linear_cross_entropy`` becomes a product and a loss (``losses``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import operator
 from torch.fx import GraphModule, Node
 
 from fxprec.passes.canonical.baked_constants import mark_derived, restore_eps
-from fxprec.passes.canonical.head_losses import split_head_loss
 from fxprec.passes.canonical.in_place import has_dtype_of_its_own, is_in_place, out_by_copy, write_by_copy
+from fxprec.passes.canonical.losses import split_head_loss
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import Op, argument, notes
 from fxprec.passes.ops.aliases import outside_writes

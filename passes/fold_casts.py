@@ -44,9 +44,8 @@ from torch.fx import GraphModule, Node
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import UNKNOWN, Precision, Rule, graph_notes, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
-from fxprec.passes.graph.fetched import bodies_in
-from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
-from fxprec.passes.graph.returned import returned_values
+from fxprec.passes.graph.grad_mode import grad_mode_at_nodes, returned_values
+from fxprec.passes.graph.subgraphs import bodies_in
 from fxprec.passes.insert_casts import actual_dtype, wanted_dtypes
 from fxprec.passes.ops.aliases import alias_roots, written_memory
 from fxprec.passes.ops.names import cast_target, dtype_argument

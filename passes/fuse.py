@@ -15,8 +15,8 @@ After::
     %linear_1: bfloat16 = linear(%fused_add_gelu, %w1, None)
 
 The kernel loads what it reads in its dtype, computes in FP32 and rounds once, so casts within it cost nothing. On a CPU
-it is a compiled loop, where that gains (``loop_regions``). A region with several outputs gives a tuple. Dropouts take
-their seeds from one tensor, drawn once a call of the graph. What stays outside of regions keeps its native kernels
+it is a compiled loop, where that gains (``worth``). A region with several outputs gives a tuple. Dropouts take their
+seeds from one tensor, drawn once a call of the graph. What stays outside of regions keeps its native kernels
 (``wide_sums``).
 """
 
@@ -29,25 +29,34 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node, Proxy
 
 from fxprec.kernels.rows.program.prices import LoopPrices
 from fxprec.kernels.rows.run.region import FusedRegion, RegionKernels
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.dtypes.promotion import is_zero_dim
-from fxprec.passes.fusion import few_elements
+from fxprec.passes.fusion import worth
 from fxprec.passes.fusion.effects import order_of_effects, sort
-from fxprec.passes.fusion.few_elements import elements_of, has_few_ops
-from fxprec.passes.fusion.loop_regions import gains, suits_loops
 from fxprec.passes.fusion.regions import Region, find_regions, saves
 from fxprec.passes.fusion.row_operations import drops, is_row_operation
-from fxprec.passes.fusion.seeds import draw_seeds_like
 from fxprec.passes.fusion.split_bias import SplitBias, put_back, split_biases
+from fxprec.passes.fusion.worth import elements_of, gains, has_few_ops, suits_loops
 from fxprec.passes.graph.annotations import Op, Precision, Rule, graph_notes, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.exact_graph import LazyGraphModule
-from fxprec.passes.graph.returned import returned_with_gradient
+from fxprec.passes.graph.grad_mode import returned_with_gradient
+from fxprec.passes.graph.retrace import leaf
 from fxprec.passes.graph.subgraphs import every_graph
+
+
+def draw_seeds_like(x: Tensor, count: int) -> Tensor:
+    """int64 [count] on the device of ``x``, from torch's generator there."""
+    if isinstance(x, Proxy):
+        return leaf(draw_seeds_like, x, count)
+    from fxprec.kernels.launch.philox import draw_seeds  # which loads Triton
+
+    return draw_seeds(count, x.device)
 
 
 @bodies_first
@@ -110,13 +119,13 @@ def _chosen(gm: GraphModule, names: Mapping[Region, str], context: Context) -> t
         by_size = context.by_size and choice is None and has_few_ops(region)
         if choice is False:
             declined.append(f"{name}: fuse says no")
-        elif by_size and elements is not None and elements < few_elements.FEWEST:
+        elif by_size and elements is not None and elements < worth.FEWEST:
             left.append(elements)
             why = f"{elements:,} elements are few, and a GPU would wait for its host"
             declined.append(f"{name}: {why}; fuse=True fuses it, or its name with True")
         else:
             chosen.append(region)
-            if by_size and elements is None and few_elements.FEWEST:
+            if by_size and elements is None and worth.FEWEST:
                 graph_notes(gm).wants_sizes = True
     if left:
         graph_notes(gm).largest_left = max(left)

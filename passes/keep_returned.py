@@ -45,10 +45,9 @@ from torch.fx import Graph, GraphModule, Node
 from fxprec.passes.context import Context, PassResult, bodies_last
 from fxprec.passes.graph.annotations import UNKNOWN, Op, Precision, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
-from fxprec.passes.graph.fetched import body_of
-from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
+from fxprec.passes.graph.grad_mode import grad_mode_at_nodes, returned_values
 from fxprec.passes.graph.new_node import new_node
-from fxprec.passes.graph.returned import returned_values
+from fxprec.passes.graph.subgraphs import body_of
 from fxprec.passes.insert_casts import actual_dtype
 from fxprec.passes.ops.aliases import alias_roots, written_by, written_roots
 from fxprec.passes.ops.names import cast_target, is_idle_dropout

@@ -49,7 +49,7 @@ from fxprec.passes.graph.annotations import (
     nested,
     notes,
 )
-from fxprec.passes.graph.fetched import attributes_in, body_of
+from fxprec.passes.graph.subgraphs import attributes_in, body_of
 from fxprec.passes.ops.table import OVERLOAD_RESULTS, facts_at, facts_of, rule_of
 from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, schema_of
 

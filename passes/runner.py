@@ -20,7 +20,7 @@ from typing import Final
 from torch.fx import GraphModule
 
 from fxprec.passes.canonical.autocast_regions import resolve_autocast_regions
-from fxprec.passes.canonical.logit_losses import take_logits
+from fxprec.passes.canonical.losses import take_logits
 from fxprec.passes.canonical.rotary import recognize_rotary
 from fxprec.passes.canonicalize import canonicalize
 from fxprec.passes.context import Context, Pass

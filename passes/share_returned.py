@@ -31,8 +31,7 @@ from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context, PassResult, bodies_last
 from fxprec.passes.graph.annotations import Arrival, nested, notes
-from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
-from fxprec.passes.graph.returned import returned_values
+from fxprec.passes.graph.grad_mode import grad_mode_at_nodes, returned_values
 from fxprec.passes.keep_returned import widened
 from fxprec.passes.ops.aliases import written_memory
 from fxprec.passes.ops.table import facts_at

@@ -18,7 +18,7 @@ from fxprec.kernels.torch_internals import FakeTensor
 from fxprec.model.captured import Captured
 from fxprec.passes.dtypes.fake_results import hint, quietly
 from fxprec.passes.graph.annotations import notes, weight_path
-from fxprec.passes.graph.fetched import attribute_of
+from fxprec.passes.graph.subgraphs import attribute_of
 from fxprec.passes.torch_internals import FakeTensorMode
 from fxprec.programs.program import checkpointed
 from fxprec.torch_internals import OpMode, aten_to_copy, storage_key

@@ -8,9 +8,8 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.inspection.nodes import is_inserted, is_shadow
-from fxprec.passes.costs.byte_costs import elements
 from fxprec.passes.graph.annotations import notes
-from fxprec.passes.placement.op_costs import OpCosts
+from fxprec.passes.placement.op_costs import OpCosts, elements
 from fxprec.passes.placement.sites import site_of
 from fxprec.settings import Settings
 

@@ -22,14 +22,13 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fxprec.inspection.nodes import is_inserted, is_shadow
-from fxprec.passes.costs.byte_costs import elements
 from fxprec.passes.costs.device_costs import DeviceCosts
 from fxprec.passes.dtypes.fake_results import numel_of
 from fxprec.passes.graph.annotations import Arrival, Rule, nested, notes
-from fxprec.passes.graph.fetched import attribute_of
+from fxprec.passes.graph.subgraphs import attribute_of
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.table import facts_of
-from fxprec.passes.placement.op_costs import OpCosts, Price
+from fxprec.passes.placement.op_costs import OpCosts, Price, elements
 from fxprec.passes.placement.sites import site_of
 from fxprec.settings import Settings
 from fxprec.tape.recorder import Size

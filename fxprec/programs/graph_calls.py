@@ -13,7 +13,7 @@ from torch.fx.node import has_side_effect
 from fxprec.capture.call_key import same_constant
 from fxprec.capture.pytrees import has_low_input, parts_of, restore_dtypes
 from fxprec.errors import OtherCallError
-from fxprec.passes.graph.leaves import leaf, tracer_of
+from fxprec.passes.graph.retrace import leaf, tracer_of
 from fxprec.torch_internals import tree_unflatten, treespec_loads
 
 #: The default of an argument that may, or must, be left out of a call.

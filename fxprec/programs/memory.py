@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fxprec.passes.graph.annotations import notes
-from fxprec.passes.graph.fetched import attributes_in
-from fxprec.passes.graph.subgraphs import every_graph
+from fxprec.passes.graph.subgraphs import attributes_in, every_graph
 
 #: Where memory starts and ends.
 _Span = tuple[int, int]

@@ -27,8 +27,8 @@ from fxprec.kernels.launch.observers import DUAL, TRANSFORM, watcher
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.graph.annotations import Precision, Rule, notes, weight_path
 from fxprec.passes.graph.casts import cast, cast_if_float
-from fxprec.passes.graph.leaves import leaf, tracer_of
 from fxprec.passes.graph.new_node import new_node
+from fxprec.passes.graph.retrace import leaf, tracer_of
 from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.ops.aliases import alias_roots, written_by
 from fxprec.passes.ops.names import is_idle_dropout

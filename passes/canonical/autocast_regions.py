@@ -30,7 +30,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.context import Context, PassResult, bodies_last
 from fxprec.passes.graph.annotations import Rule, argument, notes
-from fxprec.passes.graph.fetched import body_of
+from fxprec.passes.graph.subgraphs import body_of
 from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import facts_of
 from fxprec.passes.torch_internals import HigherOrderOperator, enter_autocast, exit_autocast, wrap_with_autocast

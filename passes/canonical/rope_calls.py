@@ -12,7 +12,7 @@ from torch.fx import Proxy
 from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.launch.operands import suits_loops
-from fxprec.passes.graph.leaves import is_served, leaf
+from fxprec.passes.graph.retrace import is_served, leaf
 
 #: As a ``half``: pairs are neighbours, and not columns half of all apart.
 NEIGHBOURS: Final = "neighbours"

@@ -32,7 +32,7 @@ from torch.fx import GraphModule, Node
 from fxprec.passes.canonical.rope_calls import NEIGHBOURS, rope
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import Op, argument, notes
-from fxprec.passes.graph.fetched import attribute_of
+from fxprec.passes.graph.subgraphs import attribute_of
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 
 _HALVES: Final = ("first", "second")

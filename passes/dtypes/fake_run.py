@@ -22,7 +22,7 @@ from fxprec.kernels.torch_internals import FakeTensor
 from fxprec.passes.dtypes.fake_results import quietly
 from fxprec.passes.graph.annotations import CASTABLE, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast
-from fxprec.passes.graph.fetched import attribute_of
+from fxprec.passes.graph.subgraphs import attribute_of
 from fxprec.passes.ops.table import rule_of
 from fxprec.passes.torch_internals import FakeTensorMode, HigherOrderOperator, tree_leaves, tree_map
 

@@ -26,7 +26,7 @@ from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.fusion.kernel_calls import cross_entropy
 from fxprec.passes.graph.annotations import argument, notes
 from fxprec.passes.graph.casts import CASTS
-from fxprec.passes.graph.leaves import leaf
+from fxprec.passes.graph.retrace import leaf
 
 _LOW: Final = (torch.float16, torch.bfloat16)
 #: Multiplications of a product from which on the slow kernel loses more than a call takes: 2 FLOP each at some 100

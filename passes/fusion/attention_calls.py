@@ -30,7 +30,7 @@ from fxprec.kernels.launch.direct import Run
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.costs.device_costs import AttentionWay
 from fxprec.passes.graph.annotations import argument, notes
-from fxprec.passes.graph.leaves import leaf
+from fxprec.passes.graph.retrace import leaf
 
 
 def cpu_attention(

@@ -32,7 +32,7 @@ from torch.fx import Graph, GraphModule, Node, Proxy
 
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import NON_TENSOR, Op, Precision, Rule, argument, notes
-from fxprec.passes.graph.leaves import leaf
+from fxprec.passes.graph.retrace import leaf
 from fxprec.passes.ops.formats import taken_over, takes_over, writes_across
 from fxprec.passes.ops.table import facts_of
 

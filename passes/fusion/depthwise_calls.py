@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node, Proxy
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.fusion.aligned_rows import weight_sizes
 from fxprec.passes.graph.annotations import argument, notes
-from fxprec.passes.graph.leaves import leaf
+from fxprec.passes.graph.retrace import leaf
 
 _WHY: Final = "where it is depthwise, with filters above 3 x 3 or steps, its backward runs in FP32"
 

@@ -40,11 +40,11 @@ from torch.fx import GraphModule, Node, Proxy
 from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.launch.operands import suits_loops
 from fxprec.passes.context import Context, PassResult, bodies_first
-from fxprec.passes.fusion.few_elements import FEWEST, is_large
+from fxprec.passes.fusion.worth import FEWEST, is_large
 from fxprec.passes.graph.annotations import CASTABLE, Precision, notes
 from fxprec.passes.graph.casts import cast
-from fxprec.passes.graph.leaves import is_served, leaf
-from fxprec.passes.graph.returned import returned_with_gradient
+from fxprec.passes.graph.grad_mode import returned_with_gradient
+from fxprec.passes.graph.retrace import is_served, leaf
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 
 _LOW: Final = (torch.float16, torch.bfloat16)

@@ -30,7 +30,7 @@ from torch.fx import GraphModule
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import argument, notes
-from fxprec.passes.graph.leaves import leaf, tracer_of
+from fxprec.passes.graph.retrace import leaf, tracer_of
 
 #: How each op cuts.
 _CUTS: Final[dict[str, Callable[..., Any]]] = {"unbind": Tensor.unbind, "chunk": Tensor.chunk, "split": Tensor.split}

@@ -10,7 +10,7 @@ from torch.fx import Proxy
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.launch.operands import PLAIN
 from fxprec.passes.graph.annotations import CASTABLE
-from fxprec.passes.graph.leaves import leaf
+from fxprec.passes.graph.retrace import leaf
 from fxprec.passes.torch_internals import tree_map
 
 

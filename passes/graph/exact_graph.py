@@ -29,9 +29,8 @@ from torch.fx.graph import PythonCode
 from torch.fx.node import map_aggregate
 
 from fxprec.passes.graph.annotations import Precision
-from fxprec.passes.graph.leaves import tracer_of
 from fxprec.passes.graph.new_node import new_node
-from fxprec.passes.graph.retrace import Copying
+from fxprec.passes.graph.retrace import Copying, tracer_of
 from fxprec.passes.torch_internals import (
     OF_GRAPH,
     HigherOrderOperator,

@@ -1,22 +1,25 @@
-"""Where autograd records in a graph of dynamo, which writes ``with torch.no_grad():`` as two calls::
+"""Finds where autograd records in a graph, and what the graph returns with a gradient.
+
+dynamo writes ``with torch.no_grad():`` as two calls::
 
     %_ = _set_grad_enabled(False)
     %a: bfloat16 = linear(%x_bf16, %w_bf16)     # not recorded: nor is a cast made here
     %_ = _set_grad_enabled(True)
     %b: bfloat16 = linear(%x_bf16_1, %w_bf16)   # reads a cast of its own, else %x would get no gradient
 
-Whoever shares or leaves out a cast asks here: one that is not recorded ends the gradient.
+A pass that shares or leaves out a cast asks here: one that is not recorded ends the gradient.
 """
 
 from __future__ import annotations
 
 from torch.fx import Graph, Node
 
+from fxprec.passes.graph.casts import cast_if_float
 from fxprec.passes.torch_internals import enter_inference_mode, exit_inference_mode, set_grad_enabled
 
 
 def grad_mode_at_nodes(graph: Graph, at_first: bool) -> dict[Node, bool]:
-    """Node -> whether grad mode is on where it runs. ``at_first``: the mode in which the graph is called."""
+    """Map each node to whether grad mode is on where it runs. ``at_first``: the mode in which the graph is called."""
     found: dict[Node, bool] = {}
     now, around = at_first, []
     for node in graph.nodes:
@@ -29,3 +32,19 @@ def grad_mode_at_nodes(graph: Graph, at_first: bool) -> dict[Node, bool]:
             now = around.pop()
         found[node] = now
     return found
+
+
+def returned_values(graph: Graph) -> list[Node]:
+    """Return what the graph returns, each once: of an object that it makes last (a named tuple), what it is made of."""
+    found = dict.fromkeys(graph.output_node().all_input_nodes)
+    for node in list(found):
+        made = node.args[0] if node.target is cast_if_float else node
+        if isinstance(made, Node) and made.op == "call_function" and isinstance(made.target, type):
+            found.update(dict.fromkeys(made.all_input_nodes))
+    return list(found)
+
+
+def returned_with_gradient(graph: Graph, at_first: bool) -> set[Node]:
+    """Return what the graph returns where autograd records. ``at_first``: whether it does where the graph is called."""
+    recorded = grad_mode_at_nodes(graph, at_first)
+    return {node for node in returned_values(graph) if recorded[node]}

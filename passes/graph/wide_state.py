@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Proxy
 
-from fxprec.passes.graph.leaves import leaf
+from fxprec.passes.graph.retrace import leaf
 from fxprec.passes.torch_internals import tree_map
 
 

@@ -20,7 +20,7 @@ from typing import Final
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.graph.annotations import Rule, arg_nodes, argument, notes
-from fxprec.passes.graph.fetched import body_of
+from fxprec.passes.graph.subgraphs import body_of
 from fxprec.passes.ops.table import facts_of
 from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, numpy_call, schema_of
 

@@ -14,8 +14,7 @@ from typing import Final
 from torch.fx import Node
 
 from fxprec.passes.graph.annotations import Rule, notes
-from fxprec.passes.ops.rows.linalg import LINALG_ROWS
-from fxprec.passes.ops.rows.math import MATH_ROWS
+from fxprec.passes.ops.rows.math import LINALG_ROWS, MATH_ROWS
 from fxprec.passes.ops.rows.nn import NN_ROWS
 from fxprec.passes.ops.rows.tensor import TENSOR_ROWS
 from fxprec.passes.ops.rule import OpRule, table

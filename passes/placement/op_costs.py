@@ -1,15 +1,15 @@
-"""What an op takes in FP32 and in the low dtype, forward and backward, told from its shapes: for ``lower="pays"``.
+"""Prices ops and casts for the cut: in bytes for ``lower="always"``, in seconds of the device for ``lower="pays"``.
 
-Costs are whole picoseconds, so that sums of them in the cut are exact and the answer is the same every time.
-
-Counted are matrix products, convolutions, attention, the traffic of all other ops, and casts: each at its forward and,
-where gradients flow, at its backward. A weight that is lowered costs its part of the refresh of all shadows (one
-multi-tensor copy a step) and a cast of its gradient. What all dtypes cost alike (dispatch, autograd) is left out.
+In seconds an op is told from its shapes in FP32 and in the low dtype, forward and backward. Costs are whole
+picoseconds, so that sums of them in the cut are exact and the answer is the same every time. Counted are matrix
+products, convolutions, attention, the traffic of all other ops, and casts: each at its forward and, where gradients
+flow, at its backward. A weight that is lowered costs its part of the refresh of all shadows (one multi-tensor copy a
+step) and a cast of its gradient. What all dtypes cost alike (dispatch, autograd) is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
@@ -19,17 +19,60 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.costs.byte_costs import elements
 from fxprec.passes.costs.device_costs import AttentionWay, DeviceCosts, Work, time_text
 from fxprec.passes.dtypes.fake_results import hint, numel_of
 from fxprec.passes.fusion.row_operations import is_row_operation
 from fxprec.passes.graph.annotations import argument, notes
-from fxprec.passes.graph.fetched import attribute_of
+from fxprec.passes.graph.subgraphs import attribute_of
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.equations import equation_of
 from fxprec.passes.ops.rule import Cost
 from fxprec.passes.ops.table import facts_at
 from fxprec.passes.placement.sites import Site
+
+_CAST_BYTES: Final = 6  # read four and write two, or the reverse
+_CAST_CALL: Final = 16384  # bytes that move in the time one more call takes: of equal bytes, fewer casts are cheaper
+_FP32_TRAFFIC: Final = 1 / 64  # of a cast's bytes: it breaks ties
+_FUSED_TRAFFIC: Final = 2 / 3  # where kernels cast for nothing, what FP32 costs is the bytes it is wider: two each way
+
+
+class ByteCosts:
+    """Bytes that move.
+
+    Args:
+        values: what may be cast; where sizes are unknown, a value counts as the average of those.
+        absorbs: see ``Variables``.
+    """
+
+    def __init__(self, values: Iterable[Node], absorbs: bool) -> None:
+        known = [count for node in values if (count := elements(node)) is not None]
+        self._typical = sum(known) / len(known) if known else 1.0
+        self._traffic = _FUSED_TRAFFIC if absorbs else _FP32_TRAFFIC
+
+    def cast(self, node: Node) -> float:
+        """Return the cost of casting the node's value to the other dtype."""
+        moved = self._moved(node)
+        return _CAST_CALL + moved if moved else 0.0
+
+    def traffic(self, node: Node) -> float:
+        """Return how much more it costs when the node, no LOW op, writes FP32 in the place of the low dtype."""
+        return self._moved(node) * self._traffic
+
+    def _moved(self, node: Node) -> float:
+        """Parameters move nothing: their shadow is there already."""
+        if node.op == "get_attr" and notes(node).kind == "parameter":
+            return 0.0
+        count = elements(node)
+        return _CAST_BYTES * (self._typical if count is None else count)
+
+
+def elements(node: Node) -> int | None:
+    """Elements of a node's value, of all its parts where it is a tuple; None where nobody knows."""
+    count = notes(node).numel
+    if isinstance(count, tuple):
+        return sum(each for each in count if isinstance(each, int))
+    return count if isinstance(count, int) else None
+
 
 #: Input channels a group from which on a convolution is a matrix product, and not a sum over a few.
 _THIN: Final = 8

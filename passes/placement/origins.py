@@ -33,7 +33,7 @@ from torch.fx import Graph, Node
 from fxprec.kernels.launch.observers import TRANSFORM, unwatched, watcher
 from fxprec.kernels.launch.operands import PLAIN
 from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, Rule, arg_nodes, is_castable, notes
-from fxprec.passes.graph.fetched import attribute_of
+from fxprec.passes.graph.subgraphs import attribute_of
 from fxprec.passes.ops.rule import OpRule
 from fxprec.passes.ops.table import facts_at, rule_of
 from fxprec.passes.torch_internals import HigherOrderOperator

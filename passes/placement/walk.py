@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxprec.passes.canonical.autocast_regions import is_kept_region
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import CASTABLE, Rule, leaves, notes
-from fxprec.passes.graph.fetched import bodies_in, body_of
+from fxprec.passes.graph.subgraphs import bodies_in, body_of
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.names import cast_target
 from fxprec.passes.placement.sites import (

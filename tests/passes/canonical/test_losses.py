@@ -1,4 +1,4 @@
-"""logit_losses: a binary cross entropy of a sigmoid becomes that of its logits; what only looks like one stays."""
+"""losses: a binary cross entropy of a sigmoid becomes that of its logits; what only looks like one stays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxprec
-from fxprec.passes.canonical.logit_losses import INSTEAD
+from fxprec.passes.canonical.losses import INSTEAD
 from fxprec.passes.graph.text import format_graph
 
 X, T, W = torch.randn(3, 4), torch.rand(3, 4), torch.rand(3, 4)

@@ -1,6 +1,6 @@
-"""A binary cross entropy of a sigmoid as the one of its logits, which no sigmoid saturates.
+"""Rewrites losses into the forms whose precision can be chosen, or that no value saturates.
 
-Before::
+``take_logits`` makes of a binary cross entropy of a sigmoid the one of its logits. Before::
 
     %p = sigmoid(%x)
     %flat = view(%p, -1)
@@ -17,19 +17,34 @@ In FP32 the left side ends at 16.6, where ``s(x)`` is 1 and torch takes 100 for 
 does not. An infinite ``x``, as a mask leaves it, would be NaN there: it becomes the number for which the right side is
 what torch says of the left one. Others who read the sigmoid keep it. It stays where it is returned as well, so that the
 loss has a gradient with respect to it, and where somebody writes to its memory.
+
+``split_head_loss``, which ``canonicalize`` calls, makes of torch's ``linear_cross_entropy`` a product and a loss, each
+with its own precision, as torch's reference does. Before, and after::
+
+    %loss = linear_cross_entropy(%x, %w, %target)      %linear = linear(%x, %w, None)              # LOW
+                                                       %loss = cross_entropy(%linear, %target)     # FULL
+
+A weight of more than two dimensions (or of who knows how many) is flattened first, and its logits are unflattened.
+With ``options=`` torch runs kernels of its own, a chunk of rows at a time, in the dtype of the hidden states: that call
+stays.
 """
 
 from __future__ import annotations
 
+import contextlib
+import operator
+from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import Op, notes
+from fxprec.passes.graph.subgraphs import attribute_of
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 from fxprec.passes.ops.names import cast_target
 from fxprec.passes.ops.table import facts_at
@@ -112,3 +127,53 @@ def _rewrite(graph: Graph, loss: Node, chain: list[Node]) -> None:
 
 def _instead(logits: Node, _: Node) -> Node:
     return logits
+
+
+_NAMES: Final = ("input", "linear_weight", "target")
+_OF_LOSS: Final = ("weight", "reduction", "ignore_index", "label_smoothing")
+
+
+def split_head_loss(gm: GraphModule, node: Node) -> bool:
+    """Replace a call of torch's ``linear_cross_entropy`` by a linear and a cross entropy. True where it was one."""
+    if node.target is not getattr(F, "linear_cross_entropy", None):  # torch 2.13 has it
+        return False
+    given: dict[str, Any] = {**dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
+    bias, options = given.pop("linear_bias", None), given.pop("options", None)
+    if options is not None or given.keys() - {*_NAMES, *_OF_LOSS}:
+        return False
+    hidden, weight, target = (given.pop(name) for name in _NAMES)
+    if given.get("ignore_index", 0) is None:  # which cross_entropy does not take
+        del given["ignore_index"]
+    with gm.graph.inserting_before(node):
+        if _rank(weight) == 2:
+            logits = _call(node, "linear", F.linear, hidden, weight, bias)
+        else:
+            bias = bias if bias is None else _call(node, "flatten", torch.flatten, bias)
+            flat = _call(node, "linear", F.linear, hidden, _call(node, "flatten", torch.flatten, weight, 0, -2), bias)
+            shape = _call(node, "getattr", getattr, weight, "shape")
+            classes = _call(node, "getitem", operator.getitem, shape, slice(None, -1))
+            logits = _call(node, "unflatten", torch.unflatten, flat, -1, classes)
+    node.target, node.args, node.kwargs = F.cross_entropy, (logits, target), given
+    notes(node).op = Op("cross_entropy")
+    return True
+
+
+def _call(before: Node, name: str, function: Callable[..., Any], *args: Any) -> Node:
+    """A call that is part of what ``before`` did, with its shape where those of its arguments are known."""
+    made = before.graph.call_function(function, args)
+    made.meta = {key: value for key, value in before.meta.items() if key != "val"} | {"op": Op(name)}
+    sources = made.all_input_nodes
+    if all("val" in source.meta for source in sources):
+        values = map_arg(args, lambda source: source.meta["val"])
+        modes = (value.meta["val"].fake_mode for value in sources if hasattr(value.meta["val"], "fake_mode"))
+        with next(modes, contextlib.nullcontext()), torch.no_grad():
+            made.meta["val"] = function(*values)
+    return made
+
+
+def _rank(weight: Any) -> int | None:
+    """Return how many dimensions the weight has, or None where only a call tells."""
+    if not isinstance(weight, Node):
+        return None
+    value = attribute_of(weight) if weight.op == "get_attr" else weight.meta.get("val")
+    return value.dim() if isinstance(value, torch.Tensor) else None
