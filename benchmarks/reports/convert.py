@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node, Tracer, symbolic_trace
 
 import fxprec
 import fxprec.model.captured
-from fxprec.capture.collection import fewer_collections
+from fxprec.capture.capturing import fewer_collections
 from fxprec.capture.symbolic.trace import trace_static
 from fxprec.kernels.rows.program.layout import spec_of
 from fxprec.kernels.rows.run.derive import make_plan

@@ -1,23 +1,26 @@
-"""Put a model and the random number generators back as they were before a trace, and say what had moved.
+"""Leaves the user's model, random number generators and example inputs as a capture found them.
 
 Tracing runs the user's forward once, with proxies for tensors. What it writes (a step counter, a cached mask, a list
-of statistics, which would hold proxies) must not stay; and a graph that leaves the write out would be wrong.
+of statistics, which would hold proxies) must not stay; and a graph that leaves the write out would be wrong: so the
+state is put back, and what had moved is told. A forward that runs on example inputs, and writes to them or pops from
+them, gets copies.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fxprec.capture.containers import Contents
-from fxprec.capture.guard_values import is_container, is_plain
-from fxprec.capture.lookups import PARTS
+from fxprec.capture.guard_values import PARTS, is_container, is_plain
 
 
 class ModelState(Contents):
@@ -87,3 +90,49 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(_equal, a, b))
     return a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else a == b
+
+
+def copied_inputs(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copies that a capture cannot tell from the inputs: sizes, strides, and which of them share memory are the same.
+
+    What belongs to the model stays itself, and so does an argument that cannot be copied (a lock, a generator).
+    """
+    parts = (*model.modules(), *model.parameters(), *model.buffers())
+    memo: dict[int, Any] = {id(part): part for part in parts}
+
+    def copied(value: Any) -> Any:
+        try:
+            with _Copying():
+                return copy.deepcopy(value, memo)
+        except Exception:
+            return value
+
+    return tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
+
+
+class _Copying(TorchFunctionMode):
+    """A tensor with a history, which torch refuses to copy, has another one in its copy."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_copied if func is Tensor.__deepcopy__ else func)(*args, **(kwargs or {}))
+
+
+def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    detached = tensor.detach()
+    result = copy.deepcopy(detached, memo) if _has_memory_of_its_own(tensor) else detached.clone()
+    if tensor.requires_grad:
+        result.requires_grad_()
+        if not tensor.is_leaf:  # which may be written in place
+            with torch.enable_grad():
+                result = result.clone()
+    vars(result).update(vars(tensor))  # such as the sizes that torch._dynamo.mark_dynamic named
+    return result
+
+
+def _has_memory_of_its_own(tensor: Tensor) -> bool:
+    """Return whether a copy of a tensor's storage copies it alone: a batch may be a view of a whole data set."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    return tensor.untyped_storage().nbytes() <= 2 * tensor.numel() * tensor.element_size()

@@ -16,14 +16,12 @@ from torch.fx import Proxy
 from torch.nn.parameter import is_lazy
 
 from fxprec.capture.call_key import Constants, call_key, default_key
-from fxprec.capture.collection import fewer_collections
-from fxprec.capture.declined import CaptureDeclined
+from fxprec.capture.capturing import CAPTURING, CaptureDeclined, fewer_collections
 from fxprec.capture.dynamo import analysis as dynamo
 from fxprec.capture.dynamo.encoders import fused_path
-from fxprec.capture.locks import CAPTURING
 from fxprec.capture.pytrees import has_low_input, restore_dtypes
 from fxprec.capture.stepwise import is_stepwise, stepwise
-from fxprec.capture.user_line import user_level
+from fxprec.capture.user_code import user_level
 from fxprec.errors import (
     CaptureError,
     ConversionError,

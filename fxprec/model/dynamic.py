@@ -1,9 +1,13 @@
-"""The graphs that dynamo captures of one method, and torch.autocast below as a net.
+"""Captures a method by dynamo: every graph is rewritten, and torch.autocast runs what stays outside of graphs.
 
 A forward that symbolic tracing cannot take is captured at its first call. Every graph that dynamo finds is rewritten;
 what it leaves to the interpreter runs under ``torch.autocast`` in the same dtype and is recorded. Capturing under
 autocast also makes dynamo bake ``finfo(x.dtype)`` and ``dtype=x.dtype`` as the low dtype where it is one. Nothing is
 silently FP32.
+
+Modules of ``torch.nn`` that FSDP shards by themselves need a frame of their own: a call of a sharded module is a graph
+break, for its hooks, and what comes next is the frame of its ``forward``. Of a class of the user's dynamo captures it;
+frames of torch's own code (``nn.Sequential``, ``nn.Linear``) it skips unless it is within a graph already.
 """
 
 from __future__ import annotations
@@ -11,17 +15,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fxprec.capture.capturing import CAPTURING
 from fxprec.capture.dynamo import analysis as dynamo
-from fxprec.capture.dynamo.fsdp import frames_of_shards
 from fxprec.capture.dynamo.graph import own_copy, own_graph
-from fxprec.capture.locks import CAPTURING
 from fxprec.capture.ties import Ties, slots_of
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.model.captured import rewrite
@@ -33,6 +37,22 @@ from fxprec.programs.calls import Calls, Ran
 from fxprec.programs.dynamo_programs import ArgumentProgram, ProgramsByMemory
 from fxprec.programs.memory import mark_all_shared, mark_shared
 from fxprec.programs.program import Program
+from fxprec.torch_internals import skipped_by_dynamo, wrap_inline
+
+
+@contextlib.contextmanager
+def frames_of_shards(module: nn.Module) -> Iterator[None]:
+    """Within the block dynamo captures the sharded modules of torch's in ``module``. Only where FSDP is in use."""
+    fsdp = sys.modules["torch.distributed.fsdp"]  # imported by whoever sharded something
+    shards = [part for part in module.modules() if part is not module and isinstance(part, fsdp.FSDPModule)]
+    framed = [part for part in shards if "forward" not in part.__dict__ and skipped_by_dynamo(part.forward)]
+    for part in framed:
+        part.__dict__["forward"] = wrap_inline(part.forward)
+    try:
+        yield
+    finally:
+        for part in framed:
+            part.__dict__.pop("forward", None)
 
 
 class LeftToNet(Exception):

@@ -1,11 +1,15 @@
-"""One method of a converted model: its untouched code, and how its graphs are captured."""
+"""Runs one method of a converted model: holds its untouched code, and decides how its graphs are captured.
+
+dynamo itself guards the hooks of each module, but not those of all modules: ``HooksSeen`` does, since its graphs hold
+the hooks that a capture met, and are cut where one looks at values.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter, is_
 from types import FunctionType
 from typing import Any, Final
@@ -14,12 +18,45 @@ from torch import nn
 
 from fxprec.capture.originals import defined_method, marked, original_class, unbound_method
 from fxprec.capture.stepwise import steps_of
+from fxprec.capture.symbolic.guards import HOOKS
 from fxprec.model.dynamic import DynamicGraphs
 from fxprec.model.method_names import MethodName
-from fxprec.model.module_hooks import HooksSeen
 from fxprec.model.roles import Home
 from fxprec.model.static import StaticGraphs
 from fxprec.model.twins import asks_for_class, twin_of
+from fxprec.torch_internals import global_hooks
+
+
+class HooksSeen:
+    """The hooks that captures of one method met."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, Any], Mapping[Any, Any]] | None = None
+
+    def note(self, owner: nn.Module) -> None:
+        """A method of ``owner`` was captured: what hooks there are now. Its own run around its graphs."""
+        submodules = (module for module in owner.modules() if module is not owner)
+        dicts = (vars(module)[name] for module in submodules for name in HOOKS)
+        self._seen = (self._seen or {}) | dict(_each((*dicts, *global_hooks.values())))
+
+    @property
+    def gone(self) -> bool:
+        """Flag: one of the hooks was removed."""
+        return bool(self._seen) and not all(key in hooks for (_, key), hooks in self._seen.items())
+
+    @property
+    def late(self) -> str | None:
+        """Reason why its graphs must not run now: they lack a hook of all modules."""
+        if self._seen is None or not any(global_hooks.values()):
+            return None
+        new = any(place not in self._seen for place, _ in _each(global_hooks.values()))
+        return "hooks for all modules were registered after its capture" if new else None
+
+
+def _each(dicts: Any) -> Iterator[tuple[tuple[int, Any], Mapping[Any, Any]]]:
+    """Each hook by its place, and the dict that has it."""
+    return (((id(hooks), key), hooks) for hooks in dicts for key in [*hooks])
+
 
 #: How often what dynamo captured may be out of date, before the net serves: each costs a capture.
 MOST_RESTARTS: Final = 8

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 
 from fxprec.capture.call_key import Constants
-from fxprec.capture.declined import CaptureDeclined
+from fxprec.capture.capturing import CaptureDeclined
 from fxprec.capture.symbolic.trace import StaticCapture, trace_static
 from fxprec.model.captured import Captured
 from fxprec.passes.fuse import largest_left, wants_sizes

@@ -1,8 +1,8 @@
-"""Classes that stand for the user's: of a converted model, and of each module in it whose methods it runs.
+"""Makes classes that stand for the user's: of a converted model, and of each module in it whose methods it runs.
 
 As FSDP2 does, an object's class is swapped for a dynamic subclass. A function that somebody sets on the instance in the
 place of a method (``model.forward = f``) is followed: it gets an entry point of its own, and what ran before goes on
-under the names by which others kept it.
+under the names by which others kept it. Whether such a function enters autocast is read from its closure.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from fxprec.capture.originals import ORIGINAL, mark, original_class, original_function, unbound_method
-from fxprec.capture.surroundings import enters_autocast
-from fxprec.capture.user_line import user_level
+from fxprec.capture.user_code import user_level
 from fxprec.errors import CaptureError, ConversionError, NotLoweredWarning, PolicyError
 from fxprec.model.conversion import STATE, Conversion
 from fxprec.model.entry_point import ENTRY, EntryPoint, entry_of
@@ -277,3 +277,29 @@ for _function in (_enter_method, _enter_function, _enter, _follow):
 def _followed(module: nn.Module) -> Iterator[str]:
     """Names of the functions of the instance that have entry points."""
     return (name for name in type(module)._fxprec_methods if entry_of(module.__dict__.get(name)) is not None)  # type: ignore[attr-defined]
+
+
+#: Functions around functions that are looked through: frameworks put two or three around a forward.
+_DEPTH: Final = 8
+
+
+def enters_autocast(function: Callable[..., Any]) -> bool:
+    """Return whether ``torch.autocast`` decorates a function, or a function that it wraps.
+
+    ``torch.autocast("cpu")(forward)`` keeps the context in its closure, as does what Accelerate sets on a model.
+    """
+    return any(isinstance(value, torch.autocast) and value._enabled for value in _held(function, _DEPTH))
+
+
+def _held(function: Any, depth: int) -> Iterator[Any]:
+    """Yield what a function has in its closure, and what the functions there have."""
+    function = getattr(function, "__func__", function)
+    cells = getattr(function, "__closure__", None) or ()
+    held = [getattr(function, "__wrapped__", None), getattr(function, "func", None)]  # the latter of a partial
+    for cell in cells:
+        with contextlib.suppress(ValueError):  # it is empty yet
+            held.append(cell.cell_contents)
+    for value in held:
+        yield value
+        if depth and callable(value) and not isinstance(value, type | nn.Module):
+            yield from _held(value, depth - 1)

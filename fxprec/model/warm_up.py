@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fxprec.capture.input_copies import copied_inputs
-from fxprec.capture.untouched import ModelState, RandomState
+from fxprec.capture.untouched import ModelState, RandomState, copied_inputs
 from fxprec.errors import FxprecError
 from fxprec.model.conversion import Conversion
 from fxprec.passes.torch_internals import unlogged

@@ -17,7 +17,7 @@ from typing import Any, Final
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from fxprec.capture.locks import CAPTURING
+from fxprec.capture.capturing import CAPTURING
 from fxprec.capture.originals import ORIGINAL, mark, unbound_method
 from fxprec.torch_internals import hide_from_dynamo, shown_to_dynamo
 

@@ -14,9 +14,8 @@ from typing import Any, Final
 
 from torch.fx import GraphModule
 
-from fxprec.capture.collection import fewer_collections
+from fxprec.capture.capturing import CAPTURING, fewer_collections
 from fxprec.capture.dynamo.graph import Arguments
-from fxprec.capture.locks import CAPTURING
 from fxprec.kernels.launch.observers import unwatched
 from fxprec.programs.calls import Calls, Ran
 from fxprec.programs.memory import SharedMemory, constants_of

@@ -15,8 +15,7 @@ from torch import Tensor, dtype, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxprec.capture.lazy_code import attach, with_code
-from fxprec.capture.state_names import attribute_path, keep_model_keys
+from fxprec.capture.lazy_code import attach, attribute_path, keep_model_keys, with_code
 from fxprec.passes.graph.annotations import Op, Precision, Rule, notes, weight_path
 from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.insert_casts import actual_dtype

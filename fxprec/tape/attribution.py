@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fxprec.capture.user_line import user_line
+from fxprec.capture.user_code import user_line
 from fxprec.model.module import conversion_of
 from fxprec.passes.torch_internals import schema_of
 from fxprec.tape.nodes import NodeOf, node_by_node

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxprec.capture.call_key import call_key, default_key
-from fxprec.capture.declined import CaptureDeclined
+from fxprec.capture.capturing import CaptureDeclined
 
 X, Y = torch.ones(2), torch.zeros(3)
 

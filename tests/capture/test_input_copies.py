@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxprec
-from fxprec.capture.input_copies import copied_inputs
+from fxprec.capture.untouched import copied_inputs
 
 LOW = torch.bfloat16
 

@@ -15,8 +15,8 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 import fxprec
 import fxprec.model.captured
-from fxprec.capture import collection
-from fxprec.capture.collection import fewer_collections
+from fxprec.capture import capturing
+from fxprec.capture.capturing import fewer_collections
 from fxprec.capture.lazy_code import holding, with_code
 from fxprec.capture.symbolic.trace import trace_static
 from fxprec.model.module import conversion_of
@@ -153,7 +153,7 @@ class TestCollection:
 
     @pytest.mark.slow
     def test_what_stays_is_old_at_the_end(self, monkeypatch):
-        monkeypatch.setattr(collection, "_age_all", collection._Aging())
+        monkeypatch.setattr(collection, "_age_all", capturing._Aging())
         before = gc.get_freeze_count()
         gc.unfreeze()
         with fewer_collections():
@@ -165,7 +165,7 @@ class TestCollection:
 
     @pytest.mark.slow
     def test_what_the_user_froze_stays_frozen_and_is_counted_once(self, monkeypatch):
-        monkeypatch.setattr(collection, "_age_all", collection._Aging())
+        monkeypatch.setattr(collection, "_age_all", capturing._Aging())
         gc.freeze()
         before = gc.get_freeze_count()
         with fewer_collections():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import symbolic_trace
 
 import fxprec
-from fxprec.capture.state_names import attribute_path
+from fxprec.capture.lazy_code import attribute_path
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 

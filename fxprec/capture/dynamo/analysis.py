@@ -21,12 +21,11 @@ import torch
 from torch.autograd.function import FunctionCtx
 from torch.fx import GraphModule
 
-from fxprec.capture.collection import fewer_collections
+from fxprec.capture.capturing import CAPTURING, fewer_collections
 from fxprec.capture.dynamo.as_original import traced
 from fxprec.capture.dynamo.extra_guards import ExtraGuards
-from fxprec.capture.dynamo.place import place
 from fxprec.capture.dynamo.strict import strict
-from fxprec.capture.locks import CAPTURING
+from fxprec.capture.user_code import place
 from fxprec.kernels.launch.observers import ANY_MODE, SCRIPT, TRANSFORM, tracing_mode, watcher
 from fxprec.passes.graph.annotations import notes
 from fxprec.torch_internals import (

@@ -20,9 +20,9 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from fxprec.capture.dynamo.place import is_installed
 from fxprec.capture.tripwires import replaced
 from fxprec.capture.trusted import is_torchs
+from fxprec.capture.user_code import is_installed
 from fxprec.passes.ops.names import canonical_name, dtype_among
 from fxprec.passes.ops.table import facts_of
 from fxprec.passes.torch_internals import enter_autocast, wrap_with_autocast

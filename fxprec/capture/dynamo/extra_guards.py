@@ -31,10 +31,9 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
 
+from fxprec.capture.capturing import CAPTURING
 from fxprec.capture.code_reads import names_in
-from fxprec.capture.guard_values import same
-from fxprec.capture.locks import CAPTURING
-from fxprec.capture.lookups import Lookups
+from fxprec.capture.guard_values import Lookups, same
 from fxprec.capture.trusted import is_library, is_torchs
 from fxprec.torch_internals import raw_environment
 

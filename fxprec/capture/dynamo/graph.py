@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxprec.capture.lazy_code import attach
-from fxprec.capture.state_names import attribute_path
+from fxprec.capture.lazy_code import attach, attribute_path
 from fxprec.passes.graph.annotations import clean_path, notes
 from fxprec.passes.graph.exact_graph import LazyGraphModule
 from fxprec.passes.graph.subgraphs import subgraph_of

@@ -53,10 +53,10 @@ from fxprec.capture.dynamo.guards import (
     is_zero_of_numpy,
 )
 from fxprec.capture.dynamo.objects import guarding_objects
-from fxprec.capture.dynamo.place import is_installed
 from fxprec.capture.guard_values import is_container, is_plain
 from fxprec.capture.tripwires import replaced
 from fxprec.capture.trusted import is_library, is_torchs
+from fxprec.capture.user_code import is_installed
 from fxprec.torch_internals import (
     GUARDS_CLASSES,
     dynamo_classes,

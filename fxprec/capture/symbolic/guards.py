@@ -24,8 +24,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fxprec.capture.guard_values import same
-from fxprec.capture.lookups import PARTS, Lookups
+from fxprec.capture.guard_values import PARTS, Lookups, same
 from fxprec.capture.originals import original_class
 from fxprec.capture.symbolic.surroundings import Expected, Held, Lacking, has_attributes
 from fxprec.capture.ties import Ties

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, Final
 
-from fxprec.capture.declined import CaptureDeclined
+from fxprec.capture.capturing import CaptureDeclined
 
 _MONITORING: Final[Any] = getattr(sys, "monitoring", None)
 #: Of the six tools that there can be at a time, those that PEP 669 names (debugger, coverage, profiler) come last.

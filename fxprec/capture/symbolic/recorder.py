@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fxprec.capture.declined import CaptureDeclined
-from fxprec.capture.guard_values import is_container, is_plain, snapshot
-from fxprec.capture.lookups import PARTS
+from fxprec.capture.capturing import CaptureDeclined
+from fxprec.capture.guard_values import PARTS, is_container, is_plain, snapshot
 from fxprec.capture.originals import original_class
 from fxprec.capture.symbolic.guards import HOOKS, Fact, Guards, Reads, Slot, hooks_of
 from fxprec.capture.symbolic.opaque_code import OpaqueCode

@@ -33,9 +33,8 @@ import torch
 from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 
-from fxprec.capture.declined import CaptureDeclined
+from fxprec.capture.capturing import CAPTURING, CaptureDeclined
 from fxprec.capture.lazy_code import holding
-from fxprec.capture.locks import CAPTURING
 from fxprec.capture.symbolic.guards import Guards
 from fxprec.capture.symbolic.recorder import unfit
 from fxprec.capture.symbolic.tracer import ForwardTracer

@@ -1,4 +1,7 @@
-"""The fx tracer of static capture: through torch.nn modules down to functionals, declining what a graph cannot hold."""
+"""Traces a forward into an fx graph: through torch.nn modules down to functionals, declining what a graph cannot hold.
+
+What runs on real tensors while tracing would be a constant of the graph (``RealTensorOps``).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Final, NoReturn
@@ -19,11 +22,10 @@ from torch.fx.node import has_side_effect
 from torch.fx.traceback import has_preserved_node_meta
 from torch.overrides import handle_torch_function, has_torch_function
 
-from fxprec.capture.declined import CaptureDeclined
+from fxprec.capture.capturing import CaptureDeclined
 from fxprec.capture.originals import original_class
 from fxprec.capture.pytrees import has_more_than, made_by_dataclass, made_by_namedtuple
 from fxprec.capture.stepwise import close_steps, is_stepwise
-from fxprec.capture.symbolic.real_tensors import RealTensorOps
 from fxprec.capture.symbolic.recorder import Recorder
 from fxprec.capture.symbolic.source import CHECKPOINTS, SourceLines
 from fxprec.capture.symbolic.traced_value import CheckedInput, TracedTensor, TracedValue
@@ -33,7 +35,37 @@ from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.torch_internals import HigherOrderOperator
-from fxprec.torch_internals import BatchNorm, checks_of_input, input_check_of, wrapped_functions
+from fxprec.torch_internals import BatchNorm, OpMode, checks_of_input, input_check_of, tree_leaves, wrapped_functions
+
+
+class RealTensorOps(OpMode):
+    """Lets constants be made (``torch.arange(n)``), and declines before a weight is read or written, or a number drawn.
+
+    Attributes:
+        made: the tensors made while tracing, by id.
+    """
+
+    def __init__(self, decline: Callable[[str], NoReturn]) -> None:
+        super().__init__()
+        self._decline = decline
+        self.made: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._decline(f"draws random numbers while tracing ({func})")
+        if func is not torch.ops.aten.lift_fresh.default:  # this one brings in a tensor made of Python numbers
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and id(leaf) not in self.made:
+                    self._decline(f"computes with the values of a tensor while tracing ({func})")
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.made[id(leaf)] = leaf
+        return result
+
 
 _PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, type(...)})
 _DECLINED_METHODS: Final = {"numpy": "leaves torch for numpy", "backward": "runs a backward pass"}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fxprec.capture.user_line import user_level
+from fxprec.capture.user_code import user_level
 from fxprec.errors import CaptureError, NonFiniteError, NonFiniteWarning
 from fxprec.model.conversion import Conversion
 from fxprec.model.entry_point import EntryPoint

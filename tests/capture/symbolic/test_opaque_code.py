@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fxprec
-from fxprec.capture.declined import CaptureDeclined
+from fxprec.capture.capturing import CaptureDeclined
 from fxprec.capture.symbolic.opaque_code import OpaqueCode
 
 monitored = pytest.mark.skipif(not hasattr(sys, "monitoring"), reason="sys.monitoring came with Python 3.12")

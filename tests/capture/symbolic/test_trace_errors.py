@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fxprec
-from fxprec.capture.declined import CaptureDeclined
+from fxprec.capture.capturing import CaptureDeclined
 from fxprec.capture.symbolic.trace import trace_static
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from function_module import as_module
-from fxprec.capture.declined import CaptureDeclined
+from fxprec.capture.capturing import CaptureDeclined
 from fxprec.capture.symbolic.recorder import Recorder
 from fxprec.capture.symbolic.trace import trace_static
 from fxprec.capture.tripwires import TRIPWIRES

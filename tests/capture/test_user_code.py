@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxprec.capture.user_line import user_line
+from fxprec.capture.user_code import user_line
 
 
 def test_it_is_the_callers() -> None:

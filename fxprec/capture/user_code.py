@@ -1,9 +1,11 @@
-"""At which of its callers a warning points: the user's line, however many frames of torch and of fxprec lie between."""
+"""Tells the user's code from that of torch, of installed packages and of fxprec: for warnings, messages and guards."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+import sysconfig
 from types import FrameType
 from typing import Final
 
@@ -29,3 +31,24 @@ def user_line() -> tuple[str, int]:
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+#: What dynamo calls the rest of a function after a graph break (before torch 2.13 also in the stacks that it tells).
+_REST: Final = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
+
+#: Where installed code lies, and this package's own, which may lie in a checkout.
+_INSTALLED: Final = (
+    *{sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")},
+    _OURS,
+)
+
+
+def is_installed(file: str) -> bool:
+    """Return whether code of this file is of an installed package, and not the user's own."""
+    return file.startswith(_INSTALLED)
+
+
+def place(file: str, line: int | str, function: str) -> str:
+    """``model.py:12 in forward``."""
+    name = _REST.sub(r"\1", function)
+    return f"{file}:{line} in {name}"

@@ -1,17 +1,35 @@
-"""Python's garbage collector, held back while graphs are made.
+"""Frames every capture: one at a time, with few garbage collections, and an exception where it cannot be done.
 
-A graph is hundreds of thousands of small objects that all stay. The collector, which starts whenever there are 700 new
-ones, and walks through older ones again each time that it did so ten times, frees next to nothing: a third of the time
-of a conversion. Here a million start it, and those that are there at the end are old at once: to walk through them once
-more, cold, takes a tenth.
+Python's garbage collector is held back while graphs are made. A graph is hundreds of thousands of small objects that
+all stay. The collector, which starts whenever there are 700 new ones, and walks through older ones again each time that
+it did so ten times, frees next to nothing: a third of the time of a conversion. Here a million start it, and those that
+are there at the end are old at once: to walk through them once more, cold, takes a tenth.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Final
+
+#: Held while a forward is traced or compiled. Both reach into state of the whole process: tracing patches nn.Module,
+#: compiling patches dynamo's configuration, and dynamo must see neither patch of the other.
+CAPTURING: Final = threading.RLock()
+
+
+class CaptureDeclined(Exception):
+    """Refusal of static capture to take a model or a call; the model is as it was.
+
+    Attributes:
+        reason: one clause that says where.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
 
 #: New objects that start a collection of them, and such collections that start one of older objects too.
 _NEW: Final = 1_000_000
