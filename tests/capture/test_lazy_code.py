@@ -136,7 +136,7 @@ class TestCollection:
         assert found == [(1_000_000, 1_000, 5)] and gc.get_threshold() == (700, 10, 5)
 
     def test_what_is_dropped_within_is_freed_all_the_same(self, monkeypatch):
-        monkeypatch.setattr(collection, "_NEW", 10_000)
+        monkeypatch.setattr(capturing, "_NEW", 10_000)
 
         class Node:
             pass
@@ -153,7 +153,7 @@ class TestCollection:
 
     @pytest.mark.slow
     def test_what_stays_is_old_at_the_end(self, monkeypatch):
-        monkeypatch.setattr(collection, "_age_all", capturing._Aging())
+        monkeypatch.setattr(capturing, "_age_all", capturing._Aging())
         before = gc.get_freeze_count()
         gc.unfreeze()
         with fewer_collections():
@@ -165,7 +165,7 @@ class TestCollection:
 
     @pytest.mark.slow
     def test_what_the_user_froze_stays_frozen_and_is_counted_once(self, monkeypatch):
-        monkeypatch.setattr(collection, "_age_all", capturing._Aging())
+        monkeypatch.setattr(capturing, "_age_all", capturing._Aging())
         gc.freeze()
         before = gc.get_freeze_count()
         with fewer_collections():
