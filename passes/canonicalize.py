@@ -23,7 +23,6 @@ import operator
 
 from torch.fx import GraphModule, Node
 
-from fxprec.passes.canonical.baked_constants import mark_derived, restore_eps
 from fxprec.passes.canonical.in_place import has_dtype_of_its_own, is_in_place, out_by_copy, write_by_copy
 from fxprec.passes.canonical.losses import split_head_loss
 from fxprec.passes.context import Context, PassResult, bodies_first
@@ -50,12 +49,8 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
         if notes(node).as_written:
             continue
         changed |= _first_by_position(node, op)
-        if op.name == "to" or facts_of(op.name).counts:
-            mark_derived(node, context)
         if op.name == "to":
             continue
-        if facts_of(op.name).numbers in ("added", "factors", "compared"):
-            changed |= restore_eps(node, context)
         if op.in_place and op.name not in ("copy", "setitem") and has_dtype_of_its_own(node, op, context):
             write_by_copy(gm, node, op)
             changed = True

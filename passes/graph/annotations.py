@@ -130,9 +130,9 @@ class Annotations:
     autocast: Annotated[bool | torch.dtype, "resolve_autocast_regions"] = True
     #: In the body of a region of the user's own autocast that runs as it is written: nothing is rewritten there.
     as_written: Annotated[bool, "resolve_autocast_regions"] = False
-    #: A cast to the low dtype that reads ``x.to(y.dtype)`` in the source, or an ``arange(n, dtype=y.dtype)``: it
-    #: follows ``y``.
-    derived_cast: Annotated[bool, "canonicalize"] = False
+    #: Name of the node whose dtype the call names (``x.to(h.dtype)``), where it was low when dynamo traced, and is FP32
+    #: in the original program.
+    dtype_of: Annotated[str, "capture", "propagate"] = ""
     #: What the program had instead of this call, in words.
     instead_of: Annotated[str, "take_logits"] = ""
     #: dtype of the value in the *original* FP32 program: a ``torch.dtype``, ``UNKNOWN`` (nobody can tell without

@@ -203,7 +203,7 @@ class CutWalk(GraphWalk):
         """Assign the dtype that a call names, or FP32 where somebody needs digits that the original program has."""
         node, reference = site.node, dtype_reference(site.node)
         why = COUNTS if self.origins.is_exact(node) else self.saturated.get(node)
-        named = notes(node).derived_cast or reference is not None
+        named = notes(node).dtype_of or reference is not None
         if why is None or not named or notes(node).dtype is not torch.float32:
             return super().assign_named_dtype(site, dtype, source)
         self.digits[node] = why

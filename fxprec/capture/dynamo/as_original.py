@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
+from fxprec.capture.dynamo.tensor_dtypes import tensor_dtypes_followed
 from fxprec.capture.tripwires import replaced
 from fxprec.capture.trusted import is_torchs
 from fxprec.capture.user_code import is_installed
@@ -68,7 +69,10 @@ def traced(trace: Callable[[], Any], without_net: Callable[[], contextlib.Abstra
         return create_node(tracer, op, target, args, *rest, **more)
 
     try:
-        with replaced([(classes.graph, "create_node", looking), (classes.torch_function, "call_function", listening)]):
+        with (
+            replaced([(classes.graph, "create_node", looking), (classes.torch_function, "call_function", listening)]),
+            tensor_dtypes_followed(),
+        ):
             return trace()
     except _NetShows:
         with replaced([(classes.graph, "create_node", naming), (classes.frame, "run", run_without_net)]):
