@@ -1,9 +1,9 @@
 """Captures a method by dynamo: every graph is rewritten, and torch.autocast runs what stays outside of graphs.
 
 A forward that symbolic tracing cannot take is captured at its first call. Every graph that dynamo finds is rewritten;
-what it leaves to the interpreter runs under ``torch.autocast`` in the same dtype and is recorded. Capturing under
-autocast also makes dynamo bake ``finfo(x.dtype)`` and ``dtype=x.dtype`` as the low dtype where it is one. Nothing is
-silently FP32.
+what it leaves to the interpreter runs under ``torch.autocast`` in the same dtype and is recorded: nothing is silently
+FP32. dynamo traces under autocast too, where tensors are low that are FP32 in the original program: dtypes that the
+forward asks of them are followed (``capture/dynamo/tensor_dtypes.py``).
 
 Modules of ``torch.nn`` that FSDP shards by themselves need a frame of their own: a call of a sharded module is a graph
 break, for its hooks, and what comes next is the frame of its ``forward``. Of a class of the user's dynamo captures it;
