@@ -12,10 +12,9 @@ from torch.optim import Optimizer
 
 from fxprec.amp.properties import Properties
 from fxprec.errors import NoGradientsError
-from fxprec.scaling.arguments import SMALLEST_SCALE, TORCH_KEYS, checked_bounds, checked_count, checked_scale
 from fxprec.scaling.loss_scaler import LossScaler
-from fxprec.scaling.stages import DELAYED, OPEN
-from fxprec.torch_internals import growth_tracker, scaler_states
+from fxprec.scaling.scale import SMALLEST_SCALE, TORCH_KEYS, checked_bounds, checked_count, checked_scale
+from fxprec.torch_internals import growth_tracker
 
 _OWN = ("_device", "_fp16_gradients", "_how", "_overflowed", "_static_unskipped", "scaler")
 #: What scripts set of apex's object.
@@ -140,7 +139,7 @@ class AmpLossScaler:
         Raises:
             RuntimeError: gradients are scaled by it now. LossScaleError: (a ValueError) numbers out of range.
         """
-        if any(DELAYED in each or OPEN in each for each in scaler_states(self.scaler).values()):
+        if any(each.holds_scaled for each in self.scaler._records.states.values()):
             raise RuntimeError(
                 "a loss scale was set while gradients are scaled by it: set it after the scale_loss that unscales them"
             )

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fxprec.host_reads import reading_waits
 from fxprec.optim.compiled_loop import check_compiler, why_no_loop
 from fxprec.optim.compiled_update import CompiledUpdates
 from fxprec.optim.gradient_check import GradientCheck, check
@@ -32,9 +33,8 @@ from fxprec.optim.rounding import COUNT, SEED, ParameterRounding, is_low
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.torch_update import TorchUpdates
 from fxprec.optim.triton_update import Plans
-from fxprec.scaling.cuda_graphs import reading_waits
-from fxprec.scaling.device_step import makes_state
 from fxprec.scaling.gradients import local, parameters_of, summed
+from fxprec.scaling.skips import makes_state
 
 #: Arguments of a whole optimizer, which torch would silently keep in a group.
 _OF_ALL_GROUPS = ("max_norm", "state_dtype", "seed", "low_gradients", "compiled", "stochastic_rounding")
