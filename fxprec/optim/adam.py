@@ -141,13 +141,7 @@ class Adam(OnePass, torch.optim.Adam):
         )
         self._become_one_pass(max_norm, foreach, fused, differentiable, low_gradients, compiled, stochastic_rounding)
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        owners: list[Tensor],
-        gradients: list[Tensor],
-        step: StepInputs,
-    ) -> None:
+    def _update(self, group: dict[str, Any], owners: list[Tensor], gradients: list[Tensor], step: StepInputs) -> None:
         states = [self.state[owner] for owner in owners]
         for owner, state in zip(owners, states, strict=True):
             if not state:

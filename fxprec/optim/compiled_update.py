@@ -61,10 +61,7 @@ def _scale(group: Mapping[str, Any], divisor: Tensor | None) -> float:
 
 @contextlib.contextmanager
 def _launch(
-    lists: Mapping[str, list[Tensor]],
-    owners: Sequence[Tensor],
-    copies: ShadowCopies,
-    loop: Callable[..., Loop],
+    lists: Mapping[str, list[Tensor]], owners: Sequence[Tensor], copies: ShadowCopies, loop: Callable[..., Loop]
 ) -> Iterator[Callable[[Sequence[Tensor]], None]]:
     """Yield a function that updates all parameters, given the scalars of each; then copy the remaining shadows.
 

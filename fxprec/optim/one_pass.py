@@ -27,10 +27,9 @@ from fxprec.host_reads import reading_waits
 from fxprec.optim.compiled_loop import check_compiler, why_no_loop
 from fxprec.optim.compiled_update import CompiledUpdates
 from fxprec.optim.gradient_check import GradientCheck, check
-from fxprec.optim.low_gradients import ask_for_low_gradients, checked_low_gradients, end_low_gradients
 from fxprec.optim.parts import Backend, Formula, Kernel, StepInputs, parts_of, why_not
 from fxprec.optim.rounding import COUNT, SEED, ParameterRounding, Rounding, is_low
-from fxprec.optim.shadow_copies import ShadowCopies
+from fxprec.optim.shadow_copies import ShadowCopies, ask_for_low_gradients, checked_low_gradients, end_low_gradients
 from fxprec.optim.torch_update import TorchUpdates
 from fxprec.optim.triton_update import Plans
 from fxprec.scaling.gradients import local, parameters_of, summed
@@ -260,13 +259,7 @@ class OnePass(Optimizer):
         """Return the dtype of a parameter's states beside "step"; None if it has none."""
         raise NotImplementedError
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        owners: list[Tensor],
-        gradients: list[Tensor],
-        step: StepInputs,
-    ) -> None:
+    def _update(self, group: dict[str, Any], owners: list[Tensor], gradients: list[Tensor], step: StepInputs) -> None:
         """Update the parameters of one group that have gradients."""
         raise NotImplementedError
 

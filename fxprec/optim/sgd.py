@@ -100,13 +100,7 @@ class SGD(OnePass, torch.optim.SGD):
     def _state_dtype(self, owner: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:
         return owner.dtype if group["momentum"] else None
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        owners: list[Tensor],
-        gradients: list[Tensor],
-        step: StepInputs,
-    ) -> None:
+    def _update(self, group: dict[str, Any], owners: list[Tensor], gradients: list[Tensor], step: StepInputs) -> None:
         pairs = [*zip(owners, gradients, strict=True)]
         sparse = [(owner, gradient) for owner, gradient in pairs if gradient.is_sparse]
         if self.stochastic_rounding and any(is_low(owner) for owner, _ in sparse):
@@ -137,12 +131,7 @@ class SGD(OnePass, torch.optim.SGD):
         if begun:
             self._update_by(_lists(begun, buffers), formula, step)
 
-    def _update_sparse(
-        self,
-        group: dict[str, Any],
-        pairs: list[tuple[Tensor, Tensor]],
-        step: StepInputs,
-    ) -> None:
+    def _update_sparse(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], step: StepInputs) -> None:
         # torch's implementation for single tensors knows no flag.
         if step.found_inf is not None and step.found_inf.item():
             return

@@ -31,6 +31,7 @@ from fxprec.scaling.gradients import ParameterNames, parameters_of
 from fxprec.scaling.optimizer_state import OptimizerState, Records, checked_blocks
 from fxprec.scaling.scale import (
     Scales,
+    UpdateRule,
     checked_bounds,
     checked_factors,
     checked_interval,
@@ -127,18 +128,9 @@ class LossScaler(torch.amp.GradScaler):
         recheck: bool = False,
         skip_without_gradients: bool = False,
     ) -> None:
-        self._scales = Scales(
-            init_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            dynamic=dynamic,
-            min_scale=min_scale,
-            max_scale=max_scale,
-            hysteresis=hysteresis,
-            consecutive_hysteresis=consecutive_hysteresis,
-            num_losses=num_losses,
-        )
+        factors = growth_factor, backoff_factor
+        rule = UpdateRule(*factors, growth_interval, hysteresis, consecutive_hysteresis, min_scale, max_scale)
+        self._scales = Scales(init_scale, rule, dynamic, num_losses)
         if on_floor not in ("raise", "warn", None):
             raise LossScaleError(f"on_floor must be one of 'raise', 'warn', None, not {on_floor!r}")
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
@@ -191,12 +183,7 @@ class LossScaler(torch.amp.GradScaler):
         return result
 
     def scale_loss(
-        self,
-        loss: Any,
-        optimizers: Optimizer | Iterable[Optimizer],
-        loss_id: int = 0,
-        *,
-        delay_unscale: bool = False,
+        self, loss: Any, optimizers: Optimizer | Iterable[Optimizer], loss_id: int = 0, *, delay_unscale: bool = False
     ) -> AbstractContextManager[Any]:
         """Open a block: ``with scaler.scale_loss(loss, optimizer) as scaled: scaled.backward()``; unscales on exit.
 

@@ -112,34 +112,27 @@ class LossScale:
 
 
 class Scales:
-    """Scales of a scaler's losses, and the rule by which they move; settings as ``fxprec.LossScaler`` documents them.
+    """Scales of a scaler's losses, and the rule by which they move.
+
+    Args:
+        init_scale: of every loss.
+        rule: as ``fxprec.LossScaler`` was asked for it, unchecked.
+        dynamic: False: the scales stay.
+        num_losses: how many.
 
     Raises:
         LossScaleError: a number out of range.
     """
 
-    def __init__(
-        self,
-        init_scale: float,
-        growth_factor: float,
-        backoff_factor: float,
-        growth_interval: int,
-        *,
-        dynamic: bool,
-        min_scale: float | None,
-        max_scale: float | None,
-        hysteresis: int,
-        consecutive_hysteresis: bool,
-        num_losses: int,
-    ) -> None:
+    def __init__(self, init_scale: float, rule: UpdateRule, dynamic: bool, num_losses: int) -> None:
         init_scale = checked_scale("init_scale", init_scale)
-        factors = checked_factors(growth_factor, backoff_factor)
-        interval = checked_interval("growth_interval", growth_interval)
-        hysteresis = checked_interval("hysteresis", hysteresis)
-        bounds = checked_bounds(min_scale, init_scale, max_scale)
+        factors = checked_factors(rule.growth_factor, rule.backoff_factor)
+        interval = checked_interval("growth_interval", rule.growth_interval)
+        hysteresis = checked_interval("hysteresis", rule.hysteresis)
+        bounds = checked_bounds(rule.min_scale, init_scale, rule.max_scale)
         # A static scale moves by factors of 1, which nobody can ask for.
         factors = factors if dynamic else (1.0, 1.0)
-        self.rule = UpdateRule(*factors, interval, hysteresis, consecutive_hysteresis, *bounds)
+        self.rule = UpdateRule(*factors, interval, hysteresis, rule.consecutive, *bounds)
         count = checked_interval("num_losses", num_losses)
         self.losses = [LossScale(init_scale, 0, hysteresis) for _ in range(count)]
 
