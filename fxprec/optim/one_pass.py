@@ -138,16 +138,7 @@ class OnePass(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return torch's state with the added attributes, which torch's pickles leave out."""
-        kept = (
-            "max_norm",
-            "compiled",
-            "stochastic_rounding",
-            "_low_gradients",
-            "_rounding",
-            "_seed",
-            "_plans",
-            "_backends",
-        )
+        kept = "max_norm compiled stochastic_rounding _low_gradients _rounding _seed _plans _backends".split()
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept if name in self.__dict__}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

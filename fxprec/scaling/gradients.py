@@ -120,8 +120,14 @@ def local(tensor: Tensor) -> Tensor:
 def local_values(gradient: Tensor) -> Tensor:
     """Return what this rank holds of a gradient; of a sparse one the values, those of one index added up."""
     held = local(gradient)
+    return stored_values(held.coalesce() if held.layout is torch.sparse_coo else held)
+
+
+def stored_values(gradient: Tensor) -> Tensor:
+    """Return the stored numbers of a gradient that are on this rank; of a sparse one as they are."""
+    held = local(gradient)
     if held.layout is torch.sparse_coo:
-        return held.coalesce().values()
+        return sparse_values(held)
     return held if held.layout is torch.strided else held.values()
 
 
@@ -238,9 +244,7 @@ def few(names: list[str], most: int = 5) -> str:
 def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
     """Return the part of a gradient that can be unscaled in place."""
     if gradient.layout is torch.sparse_coo:
+        # Unscaled first, duplicates of an index could overflow when they are added up.
         if not gradient.is_coalesced():
             parameter.grad = gradient = gradient.coalesce()
-        return sparse_values(gradient)
-    if gradient.layout is not torch.strided:
-        return gradient.values()
-    return local(summed(parameter, gradient))
+    return stored_values(summed(parameter, gradient))

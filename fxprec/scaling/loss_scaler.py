@@ -130,7 +130,7 @@ class LossScaler(torch.amp.GradScaler):
     ) -> None:
         factors = growth_factor, backoff_factor
         rule = UpdateRule(*factors, growth_interval, hysteresis, consecutive_hysteresis, min_scale, max_scale)
-        self._scales = Scales(init_scale, rule, dynamic, num_losses)
+        self._scales = Scales(init_scale, rule, dynamic, num_losses)  # which checks all of them
         if on_floor not in ("raise", "warn", None):
             raise LossScaleError(f"on_floor must be one of 'raise', 'warn', None, not {on_floor!r}")
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
@@ -287,12 +287,12 @@ class LossScaler(torch.amp.GradScaler):
                 records.skips.note_on_device(optimizer, state.found_inf_per_device)
             return result
         # Check the gradients, unless ``unscale_`` did; the optimizer unscales them in its step where it can.
-        on_device, unscales = can_skip_on_device(optimizer), False
+        on_device = can_skip_on_device(optimizer)
+        unscales = state.stage is OptState.READY and (on_device or hasattr(optimizer, "check_gradients"))
         if state.stage is OptState.UNSCALED:
             if self._recheck:
                 state.record(state.found_inf_by_loss or [0], checks.check(records.spoiled, optimizer))
-        elif on_device or hasattr(optimizer, "check_gradients"):
-            unscales = True
+        elif unscales:
             state.check, found = checks.check_for_step(records.spoiled, optimizer)
             state.record([0], found)
         else:
@@ -302,22 +302,20 @@ class LossScaler(torch.amp.GradScaler):
             if self._skip_without_gradients:
                 return self._pass_over(state)
             raise no_gradients(optimizer, self._names.known_model)
-        # Skip, here or on the device, or step.
+        # The host decides on a skip, and waits for the flags, where the optimizer cannot.
+        result = None
         if not on_device and any(flag.item() for flag in found.values()):
-            result = None
             records.skips.note_skip(optimizer, self.parameter_names(optimizer))
-        elif on_device or unscales:
+        else:
             scale = self._scales.first
             left = None if state.stage is OptState.UNSCALED else scale
-            with told(optimizer, left, highest(found.values(), scale.device), state.check):
+            flag = highest(found.values(), scale.device)
+            with told(optimizer, left, flag, state.check) if on_device or unscales else nullcontext():
                 result = optimizer.step(*args, **kwargs)
             if on_device:
                 records.skips.note_on_device(optimizer, found)
             else:
                 records.skips.note_step()
-        else:
-            result = optimizer.step(*args, **kwargs)
-            records.skips.note_step()
         state.stage = OptState.STEPPED
         return result
 
@@ -343,6 +341,7 @@ class LossScaler(torch.amp.GradScaler):
             )
         for observer in self._observers:
             observer.before_update()
+        # All that may refuse comes before ``before_update``: a refused update changes nothing.
         if new_scale is not None:
             value = checked_new_scale(new_scale, self._device)
             checked_bounds(self._scales.rule.min_scale, value, self._scales.rule.max_scale)
@@ -357,6 +356,7 @@ class LossScaler(torch.amp.GradScaler):
                     "scaler since the last update. Call scaler.step(optimizer) before, or update(new_scale)"
                 )
             records.before_update()
+            # Each loss moves by its own flags; one that was not checked stays where it is.
             rule = self._scales.rule_now(records.floor.near)
             for loss, found in updated:
                 loss.update(found, rule)
@@ -443,7 +443,7 @@ class LossScaler(torch.amp.GradScaler):
     @property
     def skipped_steps(self) -> int:
         """Number of optimizer steps that were skipped so far; saved with the state. Reads the device."""
-        return self._records.skips.count + self._records.skips.without_gradients
+        return self._records.skips.total
 
     @property
     def steps_without_gradients(self) -> int:
@@ -531,16 +531,17 @@ class LossScaler(torch.amp.GradScaler):
                     stacklevel=2,
                 )
             return
+        # All that may refuse comes first, so that a refusal changes nothing.
         losses = checked_state(state_dict, len(self._scales.losses))
         extra = state_dict.get("fxprec", {})
         blocks = checked_blocks(extra.get("blocks", []), len(losses))
         self._scales.load(state_dict, losses)
-        old = self._records
-        without = extra.get("steps_without_gradients", 0)
-        skips = Skips(extra.get("skipped_steps", 0) - without, without)
+        # What was known of gradients and skips is of another run; graphs that were captured are still there.
+        old, skips = self._records, Skips(extra.get("skipped_steps", 0), extra.get("steps_without_gradients", 0))
         self._records = Records(self._scales, self._known, skips=skips, on_floor=old.on_floor)
         self._records.captured = old.captured
-        if extra.get("scaled"):  # saved within an accumulation: its gradients come from a file, not from a backward
+        # Saved within an accumulation: its gradients come from a file, not from a backward.
+        if extra.get("scaled"):
             self._records.scaled, self._records.blocks = True, blocks
             if not self._scales.placed:
                 self._scales.place(torch.device(self._device))
@@ -565,6 +566,7 @@ class LossScaler(torch.amp.GradScaler):
             raise AssertionError(
                 "A LossScaler may only be pickled at the beginning of an iteration, or at the end after scaler.update()"
             )
+        # Numbers in place of the parts, which hold tensors, weak references and optimizers.
         parts = {
             "_scales": copy.copy(self._scales),
             "fp16_gradients": self._checks.fp16_gradients,
@@ -579,7 +581,7 @@ class LossScaler(torch.amp.GradScaler):
         names = ("fp16_gradients", "skipped", "without_gradients", "on_floor")
         fp16_gradients, skipped, without, on_floor = (state.pop(name) for name in names)
         self.__dict__.update(state)
-        self._compose(fp16_gradients, None, Skips(skipped - without, without), on_floor)
+        self._compose(fp16_gradients, None, Skips(skipped, without), on_floor)
 
     def _scaled(self, loss_id: int, outputs: Any) -> Any:
         records = self._records
@@ -594,6 +596,7 @@ class LossScaler(torch.amp.GradScaler):
             records.spoiled.watch(result, scale)
             return result
 
+        # New gradients may come, also of parameters whose last ones another optimizer unscaled.
         records.spoiled.claimed.clear()
         result = scaled(outputs, times_scale)
         records.scaled = True

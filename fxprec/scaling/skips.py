@@ -98,12 +98,12 @@ class Skips:
     """Skipped steps of one scaler.
 
     Args:
-        count: overflows before.
-        without_gradients: steps before that were passed over, since their optimizers had no gradients.
+        total: skipped steps before.
+        without_gradients: those among them that were passed over, since their optimizers had no gradients.
     """
 
-    def __init__(self, count: int = 0, without_gradients: int = 0) -> None:
-        self._known = count
+    def __init__(self, total: int = 0, without_gradients: int = 0) -> None:
+        self._known = total - without_gradients
         self.without_gradients = without_gradients
         self._passed_over = False  # a step of the newest iteration
         self._flags: dict[torch.device, list[Tensor]] = {}
@@ -112,7 +112,7 @@ class Skips:
         #: Of the last iteration that is known to have skipped: names, and which of them overflowed.
         self._overflow: list[tuple[list[str], Tensor]] = []
         #: The skips there had been when it was noted.
-        self._noted_at = count
+        self._noted_at = self._known
         #: The newest iteration's steps that only the device knows about.
         self._unread: list[tuple[weakref.ref[Optimizer], Tensor]] = []
 
@@ -125,6 +125,11 @@ class Skips:
     def count(self) -> int:
         """Return how many steps were skipped for an overflow. Reads the device."""
         return self._known + sum(int(torch.stack(flags).sum().item()) for flags in self._flags.values())
+
+    @property
+    def total(self) -> int:
+        """Return how many steps were skipped, those without gradients among them. Reads the device."""
+        return self.count + self.without_gradients
 
     def begin(self) -> None:
         """Begin a new iteration with the next step."""
@@ -154,6 +159,7 @@ class Skips:
         device = next(iter(found))
         flag = highest(found.values(), device)
         self._append(flag)
+        # Nobody reads it now: whether it skipped, and where, is looked up when somebody asks.
         self._unread.append((weakref.ref(optimizer), flag))
         flags = self._flags.setdefault(device, [])
         flags.append(flag)
@@ -165,6 +171,7 @@ class Skips:
 
         Backwards, as the gradients came: an overflow spreads from the layer where it began to those before it.
         """
+        # Steps that were skipped on the device are told only now; their gradients must still be there.
         if self._unread:
             skipped = [reference() for reference, flag in self._unread if bool(flag)]
             self._unread.clear()
@@ -187,6 +194,7 @@ class Skips:
         self._noted_at = self.count
 
     def _append(self, flag: bool | Tensor) -> None:
+        # The first step of an iteration ends what was known of the last one.
         if not self._open:
             self._open = True
             self._passed_over = False

@@ -32,12 +32,12 @@ from fxprec.scaling.gradients import (
     group_of_parameters,
     grouped,
     leaves_below,
-    local,
     parameters_of,
     refuse_dtypes,
+    stored_values,
 )
 from fxprec.scaling.scale import Scales
-from fxprec.torch_internals import amp_unscale_, sparse_values
+from fxprec.torch_internals import amp_unscale_
 
 #: An optimizer -> id of each of its parameters -> its name.
 NamesOf = Callable[[Optimizer], dict[int, str]]
@@ -60,7 +60,7 @@ class _Seen:
         gradient = next((p.grad for p in parameters_of(optimizer) if p.grad is not None), None)
         if gradient is None:
             return None
-        return cls(StorageWeakRef(_numbers(gradient).untyped_storage()), gradient._version)
+        return cls(StorageWeakRef(stored_values(gradient).untyped_storage()), gradient._version)
 
     def untouched(self, optimizer: Optimizer) -> bool:
         return not self.memory.expired() and _Seen.of(optimizer) == self
@@ -240,12 +240,4 @@ class GradientChecks:
 
 def holds_any(gradient: Tensor) -> bool:
     """Return whether anything in it is not 0. Reads the device."""
-    return bool((_numbers(gradient) != 0).any())
-
-
-def _numbers(gradient: Tensor) -> Tensor:
-    """Return the stored numbers of it that are on this rank."""
-    held = local(gradient)
-    if held.layout is torch.sparse_coo:
-        return sparse_values(held)
-    return held if held.layout is torch.strided else held.values()
+    return bool((stored_values(gradient) != 0).any())
