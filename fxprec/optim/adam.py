@@ -51,6 +51,7 @@ class _Formula(Formula):
     def scalars(self, scale: float, count: float) -> Tensor:
         group = self.group
         lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(scalar, group["betas"])
+        # In the order of the source's struct; corrections of the moments are computed here, in double precision.
         numbers = [
             scale,
             1 - lr * decay if group["decoupled_weight_decay"] else decay,
@@ -142,6 +143,7 @@ class Adam(OnePass, torch.optim.Adam):
         self._become_one_pass(max_norm, foreach, fused, differentiable, low_gradients, compiled, stochastic_rounding)
 
     def _update(self, group: dict[str, Any], owners: list[Tensor], gradients: list[Tensor], step: StepInputs) -> None:
+        # States begin with the first update of a parameter, as torch's do: a skipped step makes none.
         states = [self.state[owner] for owner in owners]
         for owner, state in zip(owners, states, strict=True):
             if not state:

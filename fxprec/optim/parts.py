@@ -191,6 +191,7 @@ def _split(
     # All states of a parameter but its step have one dtype: one of them tells it.
     states = next((tensors for name, tensors in lists.items() if name not in ("params", "grads", "step")), None)
     state_dtypes = [None] * len(params) if states is None else [*map(_dtype, states)]
+    # Gradients' dtypes matter to our kernels, which are compiled for one; torch's get gradients that were cast.
     split: dict[tuple[torch.device, torch.dtype, torch.dtype | None, Kernel], list[int]] = {}
     for i, (device, dtype) in enumerate(places):
         kernel: Kernel = "torch"

@@ -51,6 +51,7 @@ def refuse_loss(records: Records, owners: list[Optimizer], loss_id: int) -> None
     losses = len(records.scales.losses)
     if not 0 <= loss_id < losses:
         raise IndexError(f"loss_id={loss_id}: this scaler has {losses} losses; LossScaler(num_losses=...) makes more")
+    # Gradients that are there must be unscaled, or scaled by the same loss, before others are added to them.
     for optimizer in owners:
         state = records.state_of(optimizer, "scale_loss")
         if state.stage is OptState.STEPPED:
@@ -78,6 +79,7 @@ def gradients_aside(
     before = [(owner, *_put_aside(records, owner)) for owner in owners]
     try:
         yield
+        # What unscaling would refuse is refused here, where all can still be restored.
         if not delay_unscale:
             claimed: dict[int, weakref.ref[Optimizer]] = {}
             for owner in owners:
@@ -102,6 +104,7 @@ def add_back(kept: list[KeptGradient]) -> None:
 
     Plain ones in one multi-tensor addition.
     """
+    # Sparse gradients, DTensors and buckets of DDP go one by one.
     plain = [k for k in kept if k.values is k.gradient and type(k.gradient) is type(k.parameter.grad) is Tensor]
     plain = [k for k in plain if k.gradient.layout is torch.strided and k.parameter.grad is not k.gradient]
     if plain:

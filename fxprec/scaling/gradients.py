@@ -25,7 +25,10 @@ from fxprec.torch_internals import late_hooks_of, root_mesh, sparse_values
 
 #: (device, dtype) -> dense tensors that can be unscaled in place.
 Grouped = dict[tuple[torch.device, torch.dtype], list[Tensor]]
+#: An optimizer -> id of each of its parameters -> its name.
+NamesOf = Callable[[Optimizer], dict[int, str]]
 
+#: Dtypes that a scaled gradient may have, whatever the settings.
 _SCALED = {torch.float32, torch.float64, torch.bfloat16}
 
 
@@ -48,13 +51,14 @@ def late_hooks_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
             held.update(those)
 
 
-def grouped(optimizer: Optimizer, allow_fp16: bool, name_of: Callable[[Optimizer], dict[int, str]]) -> Grouped:
+def grouped(optimizer: Optimizer, allow_fp16: bool, names_of: NamesOf) -> Grouped:
     """Return the gradients to unscale. May replace ``.grad`` of sparse and of partial ones.
 
     Raises:
         ValueError: float16 gradients, unless they are allowed. TypeError: complex or float8 ones. Both name the
             parameters.
     """
+    # Plain dense gradients, the usual case, are grouped at once; the others may need work, even a collective.
     groups: Grouped = {}
     special: list[Tensor] = []
     for group in optimizer.param_groups:
@@ -71,9 +75,10 @@ def grouped(optimizer: Optimizer, allow_fp16: bool, name_of: Callable[[Optimizer
                 groups[key] = [gradient]
             else:
                 tensors.append(gradient)
+    # Asked by the few dtypes that there are; which parameter is at fault is looked up for the message only.
     dtypes = {dtype for _, dtype in groups} | {parameter.grad.dtype for parameter in special}  # type: ignore[union-attr]
     if not dtypes <= (_SCALED | {torch.float16} if allow_fp16 else _SCALED):
-        refuse_dtypes(optimizer, allow_fp16, name_of)
+        refuse_dtypes(optimizer, allow_fp16, names_of)
     with torch.no_grad():
         for parameter in special:
             gradient = _dense(parameter, cast(Tensor, parameter.grad))
@@ -81,12 +86,13 @@ def grouped(optimizer: Optimizer, allow_fp16: bool, name_of: Callable[[Optimizer
     return groups
 
 
-def refuse_dtypes(optimizer: Optimizer, allow_fp16: bool, name_of: Callable[[Optimizer], dict[int, str]]) -> None:
+def refuse_dtypes(optimizer: Optimizer, allow_fp16: bool, names_of: NamesOf) -> None:
     """Raise as ``grouped`` does, if it would."""
     odd = [(p, p.grad.dtype) for p in parameters_of(optimizer) if p.grad is not None and p.grad.dtype not in _SCALED]
     if not odd:
         return
-    names = name_of(optimizer)
+    # Complex and float8 gradients can never be unscaled; float16 ones are refused as torch does, unless allowed.
+    names = names_of(optimizer)
     half = [names[id(p)] for p, dtype in odd if dtype is torch.float16]
     strange = [f"{names[id(p)]} ({dtype})" for p, dtype in odd if dtype is not torch.float16]
     if strange:
@@ -165,6 +171,7 @@ def group_of_parameters(parameters: Iterable[Tensor]) -> Any:
     meshes: set[Any] = {p.device_mesh for p in parameters if isinstance(p, dtensor)}  # type: ignore[attr-defined]
     if not meshes:
         return None
+    # Parts of one mesh (a dimension of it) belong to a root, whose ranks hold all of the model.
     roots = {root_mesh(mesh) for mesh in meshes}
     if len(set().union(*(root.mesh.flatten().tolist() for root in roots))) == dist.get_world_size():
         return dist.group.WORLD
@@ -185,6 +192,7 @@ def agree(found: dict[torch.device, Tensor], device: torch.device, group: Any) -
     """Make every flag 1 where any rank of ``group`` has one above 0. A rank without flags gets one on ``device``."""
     if not found:
         found[device] = torch.zeros((), device=device)
+    # Flags of all devices in one number, so that there is one all-reduce however many there are.
     flags = [*found.values()]
     packed = flags[0].view(1) if len(flags) == 1 else torch.stack([f.to(flags[0].device) for f in flags]).amax(0, True)
     highest = _reduced(packed, dist.ReduceOp.MAX, group)
@@ -201,6 +209,7 @@ def _reduced(packed: Tensor, op: Any, group: Any) -> Tensor:
 
 def leaves_below(outputs: Tensor) -> Iterator[Tensor]:
     """Yield the leaves that a backward of ``outputs`` would add gradients to."""
+    # A stack, not recursion: graphs are as deep as models.
     nodes: list[Any] = [outputs.grad_fn]
     seen: set[Any] = {None}
     while nodes:
@@ -226,6 +235,7 @@ class ParameterNames:
     def __call__(self, optimizer: Optimizer) -> dict[int, str]:
         model = self.known_model
         known = {} if model is None else {id(p): name for name, p in model.named_parameters()}
+        # Names that the user gave to the optimizer come first.
         names: dict[int, str] = {}
         for i, group in enumerate(optimizer.param_groups):
             given = group.get("param_names")

@@ -66,6 +66,7 @@ class KeptGradient(NamedTuple):
 
     def add_back(self) -> None:
         """Add it to what is there now, in the tensor that was there before."""
+        # The tensor of before stays the gradient where it can: it may be a view of a bucket of DDP's.
         new = self.parameter.grad
         if new is None:
             self.put_back()
@@ -165,6 +166,7 @@ class Records:
 
     def state_of(self, optimizer: Optimizer, call: str | None = None) -> OptimizerState:
         """Return the iteration's state of an optimizer; with ``call``: raise RuntimeError within its ``scale_loss``."""
+        # Wrappers need not be subclasses of torch's class: an optimizer is what has groups.
         if not hasattr(optimizer, "param_groups"):
             kind = type(optimizer).__name__
             raise TypeError(
@@ -180,6 +182,7 @@ class Records:
 
     def found(self) -> Iterable[tuple[LossScale, Tensor]]:
         """Yield each loss that was checked since the last update, with one flag on the device of its scale."""
+        # A loss may have given gradients to several optimizers: its scale backs off if any of them overflowed.
         flags: dict[int, list[Tensor]] = {}
         for state in self.states.values():
             by_loss = state.found_inf_by_loss or {0: [*state.found_inf_per_device.values()]}
@@ -223,6 +226,7 @@ class Records:
 
     def _resume(self, optimizer: Optimizer, state: OptimizerState) -> None:
         """Take the optimizer's entry out of ``blocks``, if there is one, and bring its new ``state`` to it."""
+        # Optimizers have no names that a file could hold; their sizes tell them apart, in order.
         sizes = _sizes(optimizer)
         block = next((block for block in self.blocks if block["sizes"] == sizes), None)
         if block is None:
@@ -246,6 +250,7 @@ def checked_blocks(blocks: Any, num_losses: int) -> list[dict[str, Any]]:
     def is_loss(value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < num_losses
 
+    # A file of another tool, or of a scaler with fewer losses, must not fail in the middle of a step.
     for block in blocks if isinstance(blocks, list) else [None]:
         if (
             not isinstance(block, Mapping)

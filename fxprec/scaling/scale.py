@@ -184,6 +184,7 @@ class Scales:
             backoff_factor=float(state["backoff_factor"]),
             growth_interval=int(state["growth_interval"]),
         )
+        # Bounds and hysteresis are this scaler's, whatever the file's was made with.
         low, high = self.rule.min_scale, self.rule.max_scale
         for loss, saved in zip(self.losses, losses, strict=True):
             left = min(saved.get("hysteresis_left", self.rule.hysteresis), self.rule.hysteresis)
@@ -237,6 +238,7 @@ class FloorWatch:
         """
         if rule.backoff_factor >= 1:
             return  # a static scale falls nowhere
+        # A graph that is captured records no copy to the host: its replays are noted one by one instead.
         if self.near and not capturing(updated[0][1].device):
             scales = torch.stack([loss.scale for loss in losses if loss.scale is not None])
             hits = [loss.fell_to(self.floor, found, rule) for loss, found in updated]

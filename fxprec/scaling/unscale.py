@@ -17,7 +17,7 @@ after the second iteration; a graph below a sum of scaled losses, in the second 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from fxprec.host_reads import capturing
 from fxprec.scaling.gradients import (
+    NamesOf,
     agree,
     group_of_parameters,
     grouped,
@@ -39,8 +40,6 @@ from fxprec.scaling.gradients import (
 from fxprec.scaling.scale import Scales
 from fxprec.torch_internals import amp_unscale_
 
-#: An optimizer -> id of each of its parameters -> its name.
-NamesOf = Callable[[Optimizer], dict[int, str]]
 #: device -> 0-dim FP32, above 0 where a gradient on it holds inf or nan.
 Flags = dict[torch.device, Tensor]
 
@@ -93,6 +92,7 @@ class SpoiledGradients:
             used: ids of those that were unscaled in this iteration.
         """
         self._left, self._search, self._first = [], self._first, False
+        # An optimizer that was used has settled gradients; those of others are left, unless untouched since settled.
         for id_, optimizer in known.items():
             settled = self._settled.get(id_)
             if id_ in used:
@@ -111,6 +111,7 @@ class SpoiledGradients:
             return
         if capturing(outputs.device):
             return
+        # Weakly: the hook belongs to ``outputs``, which it would keep alive.
         root = weakref.ref(outputs)
         outputs.register_hook(lambda _gradient: self._look(root(), scale))
 
@@ -118,6 +119,7 @@ class SpoiledGradients:
         self, optimizer: Optimizer, names_of: NamesOf, claimed: Mapping[int, weakref.ref[Optimizer]] | None = None
     ) -> None:
         """Raise a RuntimeError that names a spoiled gradient of ``optimizer``; ``claimed``: in place of ours."""
+        # A gradient that is unscaled twice is too small by the scale.
         owners = self.claimed if claimed is None else claimed
         for parameter in parameters_of(optimizer) if owners else ():
             other = owners[id(parameter)]() if id(parameter) in owners else None
@@ -128,6 +130,7 @@ class SpoiledGradients:
                     f"{names_of(optimizer)[id(parameter)]} belongs to two optimizers, {type(other).__name__} and "
                     f"{type(optimizer).__name__}: its gradient would be unscaled twice. Give each parameter to one"
                 )
+        # What was set to zero since is no sum any more: that costs a read, in the rare case that there are any.
         if self._mixed:
             self._forget_zeros()
         for parameter in parameters_of(optimizer) if self._mixed else ():
@@ -200,6 +203,7 @@ class GradientChecks:
             RuntimeError, ValueError, TypeError: as ``LossScaler.unscale_``.
         """
         spoiled.refuse(optimizer, self.names_of)
+        # Devices get the scale and a flag of their own: torch's kernel takes tensors of one device and dtype.
         gradients = grouped(optimizer, allow_fp16 or self.fp16_gradients, self.names_of)
         inverses: dict[torch.device, Tensor] = {}
         found: Flags = {}
