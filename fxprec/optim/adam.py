@@ -22,7 +22,7 @@ from fxprec.optim.rounding import SEED, Rounding, checked_seed
 from fxprec.torch_internals import fused_adam_, fused_adamw_
 
 
-class _Formula(Formula):
+class AdamFormula(Formula):
     """Formula of Adam and AdamW."""
 
     kind = "adam"
@@ -154,7 +154,7 @@ class Adam(OnePass, torch.optim.Adam):
         if rounding is not None:
             # A loaded checkpoint brings its own seed, and groups may have been added.
             rounding = replace(rounding, seed=group[SEED], places=self._places())
-        formula = _Formula(group, self._rounding_of(group), rounding)
+        formula = AdamFormula(group, self._rounding_of(group), rounding)
         self._update_by({**lists, "params": owners, "grads": gradients}, formula, step)
 
     def _state_dtype(self, owner: Tensor, group: Mapping[str, Any]) -> torch.dtype:

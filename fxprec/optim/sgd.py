@@ -22,7 +22,7 @@ from fxprec.optim.rounding import checked_seed, is_low
 from fxprec.torch_internals import fused_sgd_
 
 
-class _Formula(Formula):
+class SgdFormula(Formula):
     """Formula of SGD. ``first``: the momentum buffers have no value yet."""
 
     kind = "sgd"
@@ -108,7 +108,7 @@ class SGD(OnePass, torch.optim.SGD):
                 "stochastic_rounding=True does not round updates by sparse gradients: give these parameters to an "
                 "optimizer of their own, or make the embedding with sparse=False"
             )
-        formula = _Formula(group, self._rounding_of(group))
+        formula = SgdFormula(group, self._rounding_of(group))
         if sparse:
             self._update_sparse(group, sparse, step)
             pairs = [(owner, gradient) for owner, gradient in pairs if not gradient.is_sparse]

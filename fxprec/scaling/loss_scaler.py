@@ -38,7 +38,15 @@ from fxprec.scaling.scale import (
     checked_new_scale,
     checked_state,
 )
-from fxprec.scaling.skips import Skips, can_skip_on_device, floor_message, highest, no_gradients, told, wants_scaler
+from fxprec.scaling.skips import (
+    Skips,
+    can_skip_on_device,
+    combined_flag,
+    floor_message,
+    no_gradients,
+    scaling_attributes,
+    wants_scaler,
+)
 from fxprec.scaling.unscale import GradientChecks
 
 if TYPE_CHECKING:
@@ -309,8 +317,8 @@ class LossScaler(torch.amp.GradScaler):
         else:
             scale = self._scales.first
             left = None if state.stage is OptState.UNSCALED else scale
-            flag = highest(found.values(), scale.device)
-            with told(optimizer, left, flag, state.check) if on_device or unscales else nullcontext():
+            flag = combined_flag(found.values(), scale.device)
+            with scaling_attributes(optimizer, left, flag, state.check) if on_device or unscales else nullcontext():
                 result = optimizer.step(*args, **kwargs)
             if on_device:
                 records.skips.note_on_device(optimizer, found)

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from fxprec.errors import LossScaleError
 from fxprec.scaling.gradients import parameters_of
 from fxprec.scaling.scale import FloorWatch, LossScale, Scales
-from fxprec.scaling.skips import Skips, highest
+from fxprec.scaling.skips import Skips, combined_flag
 from fxprec.scaling.unscale import Flags, SpoiledGradients
 from fxprec.torch_internals import view_base
 
@@ -191,11 +191,11 @@ class Records:
         for loss_id, found in flags.items():
             loss = self.scales.losses[loss_id]
             if loss.scale is not None and found:
-                yield loss, highest(found, loss.scale.device)
+                yield loss, combined_flag(found, loss.scale.device)
 
     def found_by(self, optimizer: Optimizer) -> Tensor:
         """Return one flag of what was found in this optimizer's gradients since the last update; 0-dim FP32."""
-        return highest(self.states[id(optimizer)].found_inf_per_device.values(), self.scales.first.device)
+        return combined_flag(self.states[id(optimizer)].found_inf_per_device.values(), self.scales.first.device)
 
     def before_update(self, used: Iterable[int] | None = None) -> None:
         """Note what a new scale would spoil. ``used``: ids of optimizers that were unscaled; None: by their stages."""

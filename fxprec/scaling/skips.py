@@ -54,7 +54,7 @@ def is_plain_step(optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def told(optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor, check: Any) -> Iterator[None]:
+def scaling_attributes(optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor, check: Any) -> Iterator[None]:
     """Set, for a step in the block, what an optimizer that can skip by itself reads; it is gone afterwards.
 
     Args:
@@ -76,7 +76,7 @@ def told(optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor, check: An
             del optimizer.gradient_check
 
 
-def highest(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+def combined_flag(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return one 0-dim flag on a device for several on any devices."""
     here = [flag.view(()).to(device, non_blocking=True) for flag in flags]
     return here[0] if len(here) == 1 else torch.stack(here).amax()
@@ -157,7 +157,7 @@ class Skips:
     def note_on_device(self, optimizer: Optimizer, found: Mapping[torch.device, Tensor]) -> None:
         """Note a step that only the device knows about. ``found``: its flags, each 0 or 1."""
         device = next(iter(found))
-        flag = highest(found.values(), device)
+        flag = combined_flag(found.values(), device)
         self._append(flag)
         # Nobody reads it now: whether it skipped, and where, is looked up when somebody asks.
         self._unread.append((weakref.ref(optimizer), flag))
