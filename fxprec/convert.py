@@ -27,8 +27,7 @@ from fxprec.model.warm_up import warm_up
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.policy.policy import Policy
 from fxprec.programs.program import Executor
-from fxprec.scaling.default_scaler import make_scaler
-from fxprec.scaling.loss_scaler import LossScaler
+from fxprec.scaling.loss_scaler import LossScaler, make_scaler
 from fxprec.settings import Capture, Fuse, Lower, Placement, Settings
 
 #: The class of the model, which an editor goes on to know.

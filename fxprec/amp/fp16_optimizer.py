@@ -16,19 +16,18 @@ scaled alike, however often the masters' gradients are updated in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fxprec.amp.fp16_scaler import DynamicLossScaler, LossScaler
-from fxprec.amp.fp16_state import FP16State
-from fxprec.amp.masters import copy_masters, with_masters
 from fxprec.errors import LossScaleFloorError
 from fxprec.scaling.gradients import parameters_of
+from fxprec.torch_internals import foreach_copy_
 
 #: What a dynamic scale starts with here, unless ``dynamic_loss_args`` says otherwise.
 _DYNAMIC: dict[str, Any] = {
@@ -39,7 +38,7 @@ _DYNAMIC: dict[str, Any] = {
 }
 
 
-class FP16_Optimizer(FP16State):
+class FP16_Optimizer:
     """Wrapper of a PyTorch optimizer of float16 or bfloat16 (and perhaps some FP32) parameters.
 
     Args:
@@ -207,3 +206,140 @@ class FP16_Optimizer(FP16State):
     def _say(self, message: str) -> None:
         if self.verbose:
             print(message)
+
+    def __getstate__(self) -> NoReturn:
+        raise RuntimeError("FP16_Optimizer should be serialized using state_dict().")
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict().")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loss scale, the wrapped optimizer's state, and ``fp32_from_fp16``, the masters by group."""
+        return {
+            "loss_scaler": self.loss_scaler.state_dict(),
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": [[master.detach() for master in group] for group in self.fp32_from_fp16_groups],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` gave; the model's parameters become the masters', rounded. Resumes bit for bit.
+
+        Raises:
+            RuntimeError: keys, groups or shapes that do not fit, or a static scale for a dynamic one. ValueError:
+                numbers out of range, or what the wrapped optimizer refuses. Nothing is changed then.
+        """
+        missing = [key for key in self.state_dict() if key not in state_dict]
+        if missing:
+            raise RuntimeError(f"the state of FP16_Optimizer lacks {missing}; it has {sorted(map(str, state_dict))}")
+        if bool(state_dict["dynamic_loss_scale"]) != self.dynamic_loss_scale:
+            raise RuntimeError(
+                f"the state has dynamic_loss_scale={state_dict['dynamic_loss_scale']}, this FP16_Optimizer "
+                f"{self.dynamic_loss_scale}: make it with the same"
+            )
+        # All that may refuse comes first, so that a refusal changes nothing.
+        scale = self.loss_scaler.checked(state_dict["loss_scaler"])
+        masters = saved_masters(state_dict["fp32_from_fp16"], self.fp32_from_fp16_groups)
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])  # checks before it changes anything
+        self.loss_scaler.load_state_dict(scale)
+        self.overflow = bool(state_dict["overflow"])
+        with torch.no_grad():
+            for (_, master), saved in zip(self._pairs, masters, strict=True):
+                master.copy_(saved)
+        copy_masters(self._pairs)
+
+    @property
+    def loss_scale(self) -> float:
+        """Present loss scale; it may be set."""
+        return self.loss_scaler.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.cur_scale = LossScaler(value).cur_scale
+
+    @property
+    def state(self) -> Any:
+        """State of the wrapped optimizer."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups of the wrapped optimizer, with masters in place of low parameters."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+
+class MasterGroup(NamedTuple):
+    """Masters of one param group: its trainable low parameters, their FP32 masters, and those that were FP32."""
+
+    low: list[Tensor]
+    masters: list[Tensor]
+    fp32: list[Tensor]
+
+
+def with_masters(optimizer: Optimizer) -> list[MasterGroup]:
+    """Put FP32 masters in the places of the optimizer's low parameters; state that it has follows them.
+
+    Raises:
+        TypeError: a trainable parameter is neither low nor FP32; nothing was changed.
+    """
+    groups: list[MasterGroup] = []
+    for number, group in enumerate(optimizer.param_groups):
+        found = MasterGroup([], [], [])
+        for position, parameter in enumerate(group["params"]):
+            if not parameter.requires_grad:
+                continue
+            if parameter.dtype in (torch.float16, torch.bfloat16):
+                found.low.append(parameter)
+                found.masters.append(parameter.detach().clone().float().requires_grad_())
+            elif parameter.dtype is torch.float32:
+                found.fp32.append(parameter)
+            else:
+                raise TypeError(
+                    f"FP16_Optimizer: parameters must be float16, bfloat16 or float32; "
+                    f"param_groups[{number}]['params'][{position}] is {parameter.dtype}"
+                )
+        groups.append(found)
+    # Only now, when all parameters are known to fit, anything is changed.
+    for group, found in zip(optimizer.param_groups, groups, strict=True):
+        masters = {id(low): master for low, master in zip(found.low, found.masters, strict=True)}
+        for low in found.low:
+            # State is keyed by the parameter: the master takes it over.
+            if low in optimizer.state:
+                optimizer.state[masters[id(low)]] = optimizer.state.pop(low)
+        group["params"][:] = [masters.get(id(p), p) for p in group["params"]]  # in place: LBFGS keeps this very list
+    if optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())  # casts per-parameter state to FP32
+    return groups
+
+
+def copy_masters(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Write each master into its low parameter, rounded, all by one multi-tensor copy a device."""
+    low, masters = [low for low, _ in pairs], [master for _, master in pairs]
+    if low:
+        with torch.no_grad():
+            foreach_copy_(low, masters)
+
+
+def saved_masters(saved: Any, groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return the masters of a saved state, one after the other.
+
+    Raises:
+        RuntimeError: they do not fit to ``groups``.
+    """
+    theirs = [[tuple(master.shape) for master in group] for group in saved]
+    ours = [[tuple(master.shape) for master in group] for group in groups]
+    if theirs != ours:
+        raise RuntimeError(
+            f"the saved masters have the shapes {theirs}, this FP16_Optimizer has {ours}: make model and optimizer as "
+            "they were when the state was saved"
+        )
+    return [master for group in saved for master in group]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fxprec.errors import LossScaleFloorError
-from fxprec.scaling.arguments import SMALLEST_SCALE, checked_count, checked_interval, checked_scale
 from fxprec.scaling.gradients import local_values
+from fxprec.scaling.scale import SMALLEST_SCALE, checked_count, checked_interval, checked_scale
 
 
 class LossScaler:

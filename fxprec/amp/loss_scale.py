@@ -5,43 +5,41 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any, Literal, NoReturn
 
 from torch.optim import Optimizer
 
 from fxprec.amp.properties import Properties
 from fxprec.errors import NoGradientsError
-from fxprec.scaling.arguments import SMALLEST_SCALE, TORCH_KEYS, checked_bounds, checked_count, checked_scale
 from fxprec.scaling.loss_scaler import LossScaler
-from fxprec.scaling.stages import DELAYED, OPEN
-from fxprec.torch_internals import growth_tracker, scaler_states
+from fxprec.scaling.scale import (
+    SMALLEST_SCALE,
+    TORCH_KEYS,
+    checked_bounds,
+    checked_count,
+    checked_interval,
+    checked_scale,
+)
+from fxprec.torch_internals import growth_tracker
 
-_OWN = ("_device", "_fp16_gradients", "_how", "_overflowed", "_static_unskipped", "scaler")
+_OWN = ("_overflowed", "_static_unskipped", "scaler")
 #: What scripts set of apex's object.
 _APEX = ("_loss_scale", "_unskipped", "dynamic", "_scale_seq_len", "_min_loss_scale", "_max_loss_scale")
 #: What apex starts a dynamic scale with, and after how many good steps it doubles.
 INIT_SCALE, WINDOW = 2.0**16, 2000
+#: Growth and backoff factor of a scale, by whether it is dynamic.
+_FACTORS = {True: (2.0, 0.5), False: (1.0, 1.0)}
 
 
-@dataclass(frozen=True, slots=True)
-class _ScaleRules:
-    """Rules by which a scale moves."""
-
-    dynamic: bool
-    low: float | None
-    high: float | None
-    window: int
-
-
-def _part(name: str) -> property:
-    """Return a property of apex's that is a field of ``_ScaleRules``."""
+def _of_rule(name: str) -> property:
+    """Return a property of apex's that is a field of the scaler's ``UpdateRule``."""
 
     def get(self: AmpLossScaler) -> Any:
-        return getattr(self._how, name)
+        return getattr(self.scaler._scales.rule, name)
 
     def set_(self: AmpLossScaler, value: Any) -> None:
-        self._set(self.loss_scale(), self.unskipped, replace(self._how, **{name: value}))
+        self._set(self.loss_scale(), self.unskipped, **{name: value})
 
     return property(get, set_)
 
@@ -69,23 +67,16 @@ class AmpLossScaler:
     ) -> None:
         low, high = (min_loss_scale or None, max_loss_scale) if properties.dynamic else (None, None)
         first = INIT_SCALE if properties.dynamic else float(properties.loss_scale)
-        self._device, self._fp16_gradients = device, properties.level == "O3"
         self._static_unskipped, self._overflowed = 0, False
-        self._how = _ScaleRules(properties.dynamic, low, high, WINDOW)
-        self.scaler = self._made(max(low or SMALLEST_SCALE, min(first, math.inf if high is None else high)))
-
-    def _made(self, scale: float) -> LossScaler:
-        how = self._how
-        return LossScaler(
-            self._device,
-            scale,
-            growth_interval=how.window,
-            dynamic=how.dynamic,
-            fp16_gradients=self._fp16_gradients,
-            min_scale=how.low,
-            max_scale=how.high,
-            # With a floor the scale stays there, as in apex; without one it would reach 0.
-            on_floor=None if how.low is not None else "raise",
+        self.scaler = LossScaler(
+            device,
+            max(low or SMALLEST_SCALE, min(first, math.inf if high is None else high)),
+            growth_interval=WINDOW,
+            dynamic=properties.dynamic,
+            fp16_gradients=properties.level == "O3",
+            min_scale=low,
+            max_scale=high,
+            on_floor=_on_floor(low),
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -108,10 +99,19 @@ class AmpLossScaler:
         """Number of good steps since the scale last moved."""
         return int(growth_tracker(self.scaler)) if self.dynamic else self._static_unskipped
 
-    dynamic = _part("dynamic")
-    _min_loss_scale = _part("low")
-    _max_loss_scale = _part("high")
-    _scale_seq_len = _part("window")
+    @property
+    def dynamic(self) -> bool:
+        """Flag of a scale that moves; a static one stays."""
+        return self.scaler._scales.rule.backoff_factor < 1
+
+    @dynamic.setter
+    def dynamic(self, value: bool) -> None:
+        growth, backoff = _FACTORS[bool(value)]
+        self._set(self.loss_scale(), self.unskipped, growth_factor=growth, backoff_factor=backoff)
+
+    _min_loss_scale = _of_rule("min_scale")
+    _max_loss_scale = _of_rule("max_scale")
+    _scale_seq_len = _of_rule("growth_interval")
 
     @property
     def _loss_scale(self) -> float:
@@ -119,7 +119,7 @@ class AmpLossScaler:
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
-        self._set(value, self.unskipped, self._how)
+        self._set(value, self.unskipped)
 
     @property
     def _unskipped(self) -> int:
@@ -127,33 +127,30 @@ class AmpLossScaler:
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
-        self._set(self.loss_scale(), value, self._how)
+        self._set(self.loss_scale(), value)
 
     @property
     def _has_overflow(self) -> bool:
         """Flag of an overflow in the last ``scale_loss``; the next step is skipped, or was."""
         return self._overflowed
 
-    def _set(self, scale: float, unskipped: int, how: _ScaleRules) -> None:
+    def _set(self, scale: float, unskipped: int, **rule: Any) -> None:
         """Go on with other numbers, from the next ``scale_loss`` on.
 
         Raises:
             RuntimeError: gradients are scaled by it now. LossScaleError: (a ValueError) numbers out of range.
         """
-        if any(DELAYED in each or OPEN in each for each in scaler_states(self.scaler).values()):
+        if any(each.holds_scaled for each in self.scaler._records.states.values()):
             raise RuntimeError(
                 "a loss scale was set while gradients are scaled by it: set it after the scale_loss that unscales them"
             )
         scale, unskipped = checked_entry("the loss scaler", {"loss_scale": scale, "unskipped": unskipped})
-        checked_bounds(how.low, scale, how.high)
-        # Rules are arguments of a LossScaler: other rules need another one.
-        if how != self._how:
-            self._how, before = how, self._how
-            try:
-                self.scaler = self._made(scale)
-            except BaseException:
-                self._how = before
-                raise
+        changed = replace(self.scaler._scales.rule, **rule)
+        low, high = checked_bounds(changed.min_scale, scale, changed.max_scale)
+        checked_interval("growth_interval", changed.growth_interval)
+        # All is checked: from here on nothing is refused.
+        self.scaler._scales.rule = replace(changed, min_scale=low, max_scale=high)
+        self.scaler._records.on_floor = _on_floor(low)
         self.load(scale, unskipped)
 
     def scaled(self, loss: Any, optimizers: Iterable[Optimizer], delay_unscale: bool) -> AbstractContextManager[Any]:
@@ -186,6 +183,11 @@ class AmpLossScaler:
         own = {key: state[key] for key in TORCH_KEYS} | {"scale": float(loss_scale), "_growth_tracker": count}
         self.scaler.load_state_dict(own)
         self._static_unskipped = int(unskipped)
+
+
+def _on_floor(min_scale: float | None) -> Literal["raise"] | None:
+    """Return what happens at the floor: with one the scale stays there, as in apex; without, it would reach 0."""
+    return "raise" if min_scale is None else None
 
 
 def _lacks(name: str) -> str:

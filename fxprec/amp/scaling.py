@@ -151,9 +151,7 @@ def guard_step(optimizer: Optimizer, properties: Properties) -> None:
         loss_id, scaler = stash.skip
         stash.skip = None
         self._opt_called = True  # type: ignore[attr-defined]  # or a scheduler warns of the order of the steps
-        say(
-            f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scaler.loss_scale()}",
-        )
+        say(f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scaler.loss_scale()}")
         return None
 
     setattr(optimizer, STASH, Stash(weakref.ref(optimizer)))

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxprec.errors import GradientsWarning
-from fxprec.scaling.cuda_graphs import capturing
+from fxprec.host_reads import capturing
 from fxprec.scaling.gradients import local, parameters_of
 from fxprec.torch_internals import has_scaled
 

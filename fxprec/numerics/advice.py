@@ -11,7 +11,7 @@ import torch
 
 from fxprec.numerics.range_table import Range, flushed_of, percent, power
 from fxprec.passes.graph.text import dtype_name
-from fxprec.scaling.arguments import LARGEST_SCALE, SMALLEST_SCALE
+from fxprec.scaling.scale import LARGEST_SCALE, SMALLEST_SCALE
 
 _F16: Final = torch.finfo(torch.float16)
 #: Bits that the largest safe scale leaves to the largest gradient.

@@ -2,21 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from fxprec.kernels.optim import adam as multi_tensor_adam
+from fxprec.kernels.optim.adam import AdamSettings
+from fxprec.kernels.optim.tables import Gradients
+from fxprec.optim.compiled_loop import Loop
 from fxprec.optim.one_pass import OnePass
-from fxprec.optim.parts import StepInputs, parts_of
-from fxprec.optim.rounding import SEED, Rounding, checked_seed, is_low
-from fxprec.optim.triton_update import adam_launch
+from fxprec.optim.parts import Formula, StepInputs, scalar
+from fxprec.optim.rounding import SEED, Rounding, checked_seed
+from fxprec.torch_internals import fused_adam_, fused_adamw_
 
-#: Names of the moments in the state, as torch has them.
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+class AdamFormula(Formula):
+    """Formula of Adam and AdamW."""
+
+    kind = "adam"
+
+    def by_torch(self, lists: Mapping[str, list[Any]], **inputs: Any) -> None:
+        moments = lists["exp_avg"], lists["exp_avg_sq"], lists.get("max_exp_avg_sq", [])
+        beta1, beta2 = map(scalar, self.group["betas"])
+        settings = {name: self.group[name] for name in ("amsgrad", "weight_decay", "eps", "maximize")}
+        update = fused_adamw_ if self.group["decoupled_weight_decay"] else fused_adam_
+        update(lists["params"], lists["grads"], *moments, lists["step"], beta1=beta1, beta2=beta2, **settings, **inputs)
+
+    def by_triton(self, gradients: Gradients, **inputs: Any) -> None:
+        beta1, beta2 = map(scalar, self.group["betas"])
+        settings = AdamSettings(
+            betas=(beta1, beta2),
+            decoupled=self.group["decoupled_weight_decay"],
+            rounding_seed=None if self.of_states is None else self.of_states.seed,
+            **{name: self.group[name] for name in ("eps", "weight_decay", "amsgrad", "maximize")},
+        )
+        multi_tensor_adam.launch(gradients, settings, **inputs)
+
+    def loop(self) -> Callable[..., Loop]:
+        l2 = bool(scalar(self.group["weight_decay"])) and not self.group["decoupled_weight_decay"]
+        return partial(Loop, "adam", l2, False)
+
+    def scalars(self, scale: float, count: float) -> Tensor:
+        group = self.group
+        lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(scalar, group["betas"])
+        # In the order of the source's struct; corrections of the moments are computed here, in double precision.
+        numbers = [
+            scale,
+            1 - lr * decay if group["decoupled_weight_decay"] else decay,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            1 / math.sqrt(1 - beta2**count),
+            group["eps"],
+            lr / (1 - beta1**count),
+        ]
+        return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
 
 class Adam(OnePass, torch.optim.Adam):
@@ -51,6 +97,8 @@ class Adam(OnePass, torch.optim.Adam):
     Sources: torch.optim.Adam; Kingma and Ba, "Adam", ICLR 2015; stochastic rounding: Gupta et al., "Deep Learning with
     Limited Numerical Precision", ICML 2015.
     """
+
+    _state_names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
     def __init__(
         self,
@@ -93,41 +141,21 @@ class Adam(OnePass, torch.optim.Adam):
             decoupled_weight_decay=decoupled_weight_decay,
         )
         self._become_one_pass(max_norm, foreach, fused, differentiable, low_gradients, compiled, stochastic_rounding)
-        self._keep_seed()
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        owners: list[Tensor],
-        gradients: list[Tensor],
-        step: StepInputs,
-    ) -> None:
+    def _update(self, group: dict[str, Any], owners: list[Tensor], gradients: list[Tensor], step: StepInputs) -> None:
+        # States begin with the first update of a parameter, as torch's do: a skipped step makes none.
         states = [self.state[owner] for owner in owners]
         for owner, state in zip(owners, states, strict=True):
             if not state:
                 self._begin(owner, state, group)
-        names = ("step", *_MOMENTS[: 3 if group["amsgrad"] else 2])
+        names = ("step", *self._state_names[: 3 if group["amsgrad"] else 2])
         lists = {name: [state[name] for state in states] for name in names}
-        lists |= {"params": owners, "grads": gradients}
         rounding = self._rounding
         if rounding is not None:
             # A loaded checkpoint brings its own seed, and groups may have been added.
             rounding = replace(rounding, seed=group[SEED], places=self._places())
-        of_parameters = self._rounding_of(group)
-        for part in parts_of(lists, self.compiled, self.stochastic_rounding):
-            here = step.on(part.device)
-            if part.kernel == "triton":
-                adam_launch(self._plans, part, group, here, rounding)
-            elif part.kernel == "compiled":
-                self._loops.adam(part, group, here)
-            else:
-                self._torch.adam(
-                    part, group, here, rounding, of_parameters if is_low(part.lists["params"][0]) else None
-                )
-
-    def _keep_seed(self) -> None:
-        wanted = self._rounding is not None or self.stochastic_rounding
-        self._keep_rounding((self._rounding.seed if self._rounding else self._seed) if wanted else None)
+        formula = AdamFormula(group, self._rounding_of(group), rounding)
+        self._update_by({**lists, "params": owners, "grads": gradients}, formula, step)
 
     def _state_dtype(self, owner: Tensor, group: Mapping[str, Any]) -> torch.dtype:
         return owner.dtype if self._rounding is None else self._rounding.dtype
@@ -136,26 +164,8 @@ class Adam(OnePass, torch.optim.Adam):
         """Initialize the state of a parameter with zero moments, as torch's fused implementation does."""
         dtype = self._state_dtype(owner, group)
         state["step"] = torch.zeros((), dtype=torch.float32, device=owner.device)
-        for name in _MOMENTS[: 3 if group["amsgrad"] else 2]:
+        for name in self._state_names[: 3 if group["amsgrad"] else 2]:
             state[name] = torch.zeros_like(owner, dtype=dtype, memory_format=torch.preserve_format)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state of this optimizer or of torch's, of any of its implementations and dtypes."""
-        super().load_state_dict(dict(state_dict))
-        self._keep_seed()
-        for group in self.param_groups:
-            group["fused"], group["foreach"] = True, None
-            for owner in group["params"]:
-                state = self.state.get(owner)
-                if state:
-                    # A copy: if the state was not saved in between, both optimizers would count in one tensor.
-                    step = torch.zeros_like(state["step"], dtype=torch.float32, device=owner.device)
-                    state["step"] = step.copy_(state["step"]).view(())  # old checkpoints have one dimension
-                    for name in _MOMENTS:
-                        if name in state:
-                            # In the parameter's memory order, which the kernels rely on.
-                            like = torch.zeros_like(owner, dtype=self._state_dtype(owner, group))
-                            state[name] = like.copy_(state[name])
 
 
 class AdamW(Adam, torch.optim.AdamW):

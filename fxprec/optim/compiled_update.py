@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,10 +21,9 @@ import torch
 from torch import Tensor
 
 from fxprec.optim.compiled_loop import Loop, compiled
-from fxprec.optim.counters import Counters
-from fxprec.optim.parts import StepInputs, UpdatePart, scalar
+from fxprec.optim.parts import Formula, StepInputs, UpdatePart
 from fxprec.optim.shadow_copies import ShadowCopies
-from fxprec.optim.torch_update import in_one_order
+from fxprec.optim.torch_update import Counters, in_one_order
 from fxprec.torch_internals import foreach_add_
 
 
@@ -35,8 +33,8 @@ class CompiledUpdates:
     def __init__(self) -> None:
         self._counters = Counters()
 
-    def adam(self, part: UpdatePart, group: Mapping[str, Any], step: StepInputs) -> None:
-        """Update by Adam or AdamW, in place; arguments as for ``TorchUpdates.adam``.
+    def update(self, part: UpdatePart, formula: Formula, step: StepInputs) -> None:
+        """Update a part in place by loops that are compiled when a step first needs them.
 
         Raises:
             RuntimeError: as ``_launch``; nothing of this part has changed.
@@ -44,44 +42,15 @@ class CompiledUpdates:
         # Everything is on a CPU, where reading the flag costs nothing.
         if step.found_inf is not None and step.found_inf.item():
             return
-        l2 = bool(scalar(group["weight_decay"])) and not group["decoupled_weight_decay"]
-        loop = partial(Loop, "adam", l2, False)
-        with in_one_order(part.lists) as lists, _launch(lists, part.owners, step.copies, loop) as launch:
-            foreach_add_(self._counters.of((id(group), *part.key), lists["step"]), 1)
-            # Counts are mostly equal, so their scalars are computed once for each distinct one.
-            scalars = functools.cache(partial(_adam_scalars, group, _scale(group, step.divisor)))
-            launch([scalars(count.item()) for count in lists["step"]])
-
-    def sgd(self, part: UpdatePart, group: Mapping[str, Any], step: StepInputs, first: bool) -> None:
-        """Update by SGD, in place; ``first``: the momentum buffers have no value yet. Otherwise as ``adam``."""
-        if step.found_inf is not None and step.found_inf.item():
-            return
-        scalars = _sgd_scalars(group, _scale(group, step.divisor), first)
-        loop = partial(Loop, "sgd", bool(scalar(group["weight_decay"])), group["nesterov"])
-        with in_one_order(part.lists) as lists, _launch(lists, part.owners, step.copies, loop) as launch:
-            launch([scalars] * len(lists["params"]))
-
-
-def _adam_scalars(group: Mapping[str, Any], scale: float, step: float) -> Tensor:
-    lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(scalar, group["betas"])
-    numbers = [
-        scale,
-        1 - lr * decay if group["decoupled_weight_decay"] else decay,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        1 / math.sqrt(1 - beta2**step),
-        group["eps"],
-        lr / (1 - beta1**step),
-    ]
-    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
-
-
-def _sgd_scalars(group: Mapping[str, Any], scale: float, first: bool) -> Tensor:
-    # The first step's buffer is the gradient itself, without dampening.
-    share = 1.0 if first else 1 - group["dampening"]
-    numbers = scale, group["weight_decay"], group["momentum"], share, group["lr"]
-    return torch.tensor([*map(float, numbers)], dtype=torch.float32, device="cpu")
+        group = formula.group
+        # Counts are mostly equal, so their scalars are computed once for each distinct one.
+        scalars = functools.cache(partial(formula.scalars, _scale(group, step.divisor)))
+        with in_one_order(part.lists) as lists, _launch(lists, part.owners, step.copies, formula.loop()) as launch:
+            counts = [0.0] * len(lists["params"])
+            if "step" in lists:
+                foreach_add_(self._counters.of((id(group), *part.key), lists["step"]), 1)
+                counts = [count.item() for count in lists["step"]]
+            launch([*map(scalars, counts)])
 
 
 def _scale(group: Mapping[str, Any], divisor: Tensor | None) -> float:
@@ -92,10 +61,7 @@ def _scale(group: Mapping[str, Any], divisor: Tensor | None) -> float:
 
 @contextlib.contextmanager
 def _launch(
-    lists: Mapping[str, list[Tensor]],
-    owners: Sequence[Tensor],
-    copies: ShadowCopies,
-    loop: Callable[..., Loop],
+    lists: Mapping[str, list[Tensor]], owners: Sequence[Tensor], copies: ShadowCopies, loop: Callable[..., Loop]
 ) -> Iterator[Callable[[Sequence[Tensor]], None]]:
     """Yield a function that updates all parameters, given the scalars of each; then copy the remaining shadows.
 

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxprec.host_reads import reading_waits
 from fxprec.kernels.launch.triton_support import can_launch
 from fxprec.kernels.optim import norm as multi_tensor_norm
 from fxprec.optim.parts import why_not
 from fxprec.optim.triton_update import Plans
-from fxprec.scaling.agreement import group_of_parameters, sum_over
-from fxprec.scaling.cuda_graphs import reading_waits
-from fxprec.scaling.gradients import dtensor_type, local, local_values, summed
+from fxprec.scaling.gradients import dtensor_type, group_of_parameters, local, local_values, sum_over, summed
 from fxprec.torch_internals import flatten_dense_tensors, foreach_norm
 
 #: The epsilon of ``torch.nn.utils.clip_grad_norm_``.

@@ -23,18 +23,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fxprec.host_reads import reading_waits
 from fxprec.optim.compiled_loop import check_compiler, why_no_loop
 from fxprec.optim.compiled_update import CompiledUpdates
 from fxprec.optim.gradient_check import GradientCheck, check
-from fxprec.optim.low_gradients import ask_for_low_gradients, checked_low_gradients, end_low_gradients
-from fxprec.optim.parts import StepInputs, why_not
-from fxprec.optim.rounding import COUNT, SEED, ParameterRounding, is_low
-from fxprec.optim.shadow_copies import ShadowCopies
+from fxprec.optim.parts import Backend, Formula, Kernel, StepInputs, parts_of, why_not
+from fxprec.optim.rounding import COUNT, SEED, ParameterRounding, Rounding, is_low
+from fxprec.optim.shadow_copies import ShadowCopies, ask_for_low_gradients, checked_low_gradients, end_low_gradients
 from fxprec.optim.torch_update import TorchUpdates
 from fxprec.optim.triton_update import Plans
-from fxprec.scaling.cuda_graphs import reading_waits
-from fxprec.scaling.device_step import makes_state
 from fxprec.scaling.gradients import local, parameters_of, summed
+from fxprec.scaling.skips import makes_state
 
 #: Arguments of a whole optimizer, which torch would silently keep in a group.
 _OF_ALL_GROUPS = ("max_norm", "state_dtype", "seed", "low_gradients", "compiled", "stochastic_rounding")
@@ -60,10 +59,13 @@ class OnePass(Optimizer):
     writes_shadows: ClassVar[bool] = True
 
     _takes_sparse: ClassVar[bool] = False
+    #: Names of the states beside "step", as torch has them.
+    _state_names: ClassVar[tuple[str, ...]] = ()
     max_norm: float | None = None
     compiled: bool = False
     stochastic_rounding: bool = False
     _seed: int = 0
+    _rounding: Rounding | None = None
     _low_gradients: str | None = None
 
     def _become_one_pass(
@@ -96,12 +98,18 @@ class OnePass(Optimizer):
                 f"{' or '.join(dtypes)}: convert the model at level O3 before, or leave it out"
             )
         self.stochastic_rounding = bool(stochastic_rounding)
-        self._plans, self._torch, self._loops = Plans(), TorchUpdates(), CompiledUpdates()
+        self._plans = Plans()
+        self._backends: dict[Kernel, Backend] = {
+            "triton": self._plans,
+            "compiled": CompiledUpdates(),
+            "torch": TorchUpdates(),
+        }
         self._low_gradients = checked_low_gradients(low_gradients)
         if self._low_gradients:
             self._wishes = [ask_for_low_gradients(parameters_of(self), self._low_gradients)]
         else:  # the newest optimizer of a parameter decides
             end_low_gradients(parameters_of(self))
+        self._keep_rounding()
 
     def implementations(self) -> dict[str, int]:
         """Return how many parameters each kind of kernel updates: ours, a compiled loop, or torch's with the reason."""
@@ -130,17 +138,7 @@ class OnePass(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return torch's state with the added attributes, which torch's pickles leave out."""
-        kept = (
-            "max_norm",
-            "compiled",
-            "stochastic_rounding",
-            "_low_gradients",
-            "_rounding",
-            "_seed",
-            "_plans",
-            "_torch",
-            "_loops",
-        )
+        kept = "max_norm compiled stochastic_rounding _low_gradients _rounding _seed _plans _backends".split()
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept if name in self.__dict__}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -210,12 +208,12 @@ class OnePass(Optimizer):
         """Return the number of each parameter in the optimizer, by its id."""
         return {id(parameter): i for i, parameter in enumerate(parameters_of(self))}
 
-    def _keep_rounding(self, seed: int | None) -> None:
-        """Store seed and count of a rounding in the groups; None: remove them.
+    def _keep_rounding(self) -> None:
+        """Store seed and count of the rounding in the groups; remove them where nothing is rounded.
 
         Every kind of checkpoint carries groups (``torch.distributed.checkpoint`` drops other keys).
         """
-        kept = {} if seed is None else {SEED: seed}
+        kept: dict[str, Any] = {SEED: self._seed} if self._rounding is not None or self.stochastic_rounding else {}
         kept |= {COUNT: 0} if self.stochastic_rounding else {}
         self.defaults |= kept  # for groups added later
         for group in self.param_groups:
@@ -225,17 +223,34 @@ class OnePass(Optimizer):
                 else:
                     group.pop(key, None)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state of this optimizer or of torch's, of any of its implementations and dtypes."""
+        super().load_state_dict(dict(state_dict))
+        self._keep_rounding()
+        for group in self.param_groups:
+            group["fused"], group["foreach"] = True, None
+            for owner in group["params"]:
+                state = self.state.get(owner) or {}
+                if "step" in state:
+                    # A copy: if the state was not saved in between, both optimizers would count in one tensor.
+                    step = torch.zeros_like(state["step"], dtype=torch.float32, device=owner.device)
+                    state["step"] = step.copy_(state["step"]).view(())  # old checkpoints have one dimension
+                for name in self._state_names:
+                    if state.get(name) is not None:
+                        # In the parameter's memory order, which the kernels rely on.
+                        like = torch.zeros_like(owner, dtype=self._state_dtype(owner, group))
+                        state[name] = like.copy_(state[name])
+
+    def _update_by(self, lists: dict[str, list[Tensor]], formula: Formula, step: StepInputs) -> None:
+        """Update the parameters of ``lists`` by a formula, each by the backend that serves it."""
+        for part in parts_of(lists, self.compiled, self.stochastic_rounding):
+            self._backends[part.kernel].update(part, formula, step.on(part.device))
+
     def _state_dtype(self, owner: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:
         """Return the dtype of a parameter's states beside "step"; None if it has none."""
         raise NotImplementedError
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        owners: list[Tensor],
-        gradients: list[Tensor],
-        step: StepInputs,
-    ) -> None:
+    def _update(self, group: dict[str, Any], owners: list[Tensor], gradients: list[Tensor], step: StepInputs) -> None:
         """Update the parameters of one group that have gradients."""
         raise NotImplementedError
 

@@ -1,11 +1,15 @@
-"""Splits the tensors of a parameter group into parts of one device, dtypes and kernel, which update them."""
+"""Splits the tensors of a parameter group into parts of one device and dtypes, each for the backend that updates it.
+
+An optimizer gives a ``Formula``, with one function for each backend's kernel. A backend (``torch_update``,
+``compiled_update``, ``triton_update``) lays out tensors, counts steps and writes shadows, for any formula.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +17,9 @@ from torch import Tensor
 from fxprec.kernels.launch.operands import FLOATS
 from fxprec.kernels.launch.triton_support import HAS_TRITON, can_launch, interpreting
 from fxprec.kernels.optim.lists import is_dense
-from fxprec.optim.compiled_loop import why_no_loop
-from fxprec.optim.rounding import is_low
+from fxprec.kernels.optim.tables import Gradients
+from fxprec.optim.compiled_loop import Loop, why_no_loop
+from fxprec.optim.rounding import ParameterRounding, Rounding, is_low
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.scaling.gradients import local
 
@@ -38,6 +43,11 @@ class UpdatePart:
     lists: dict[str, list[Tensor]]
     owners: list[Tensor]
     kernel: Kernel
+
+    @property
+    def states(self) -> dict[str, list[Tensor]]:
+        """States by their names, without the step counts."""
+        return {name: tensors for name, tensors in self.lists.items() if name not in ("params", "grads", "step")}
 
     @property
     def device(self) -> torch.device:
@@ -72,6 +82,52 @@ class StepInputs(NamedTuple):
         waits = device.type == "cpu"
         there = [None if each is None else each.to(device, non_blocking=not waits) for each in self[:2]]
         return self._replace(divisor=there[0], found_inf=there[1])
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Update formula of one parameter group in one step, with a function for each backend's kernel.
+
+    Those of torch and Triton take ``lr``, ``grad_scale`` and ``found_inf`` by name.
+
+    Attributes:
+        group: hyper-parameters.
+        of_parameters: rounding of low parameters; None: to nearest.
+        of_states: rounding of states in a lower dtype.
+        first: the states hold no value yet (SGD's momentum).
+        kind: name of the formula.
+        low_in_fp32: torch's kernel on CPUs loses low parameters' updates, which are computed in FP32 then.
+    """
+
+    group: Mapping[str, Any]
+    of_parameters: ParameterRounding | None
+    of_states: Rounding | None = None
+    first: bool = False
+    kind: ClassVar[Literal["adam", "sgd"]]
+    low_in_fp32: ClassVar[bool] = False
+
+    def by_torch(self, lists: Mapping[str, list[Any]], **inputs: Any) -> None:
+        """Update ``lists`` in place by torch's fused kernel."""
+        raise NotImplementedError
+
+    def by_triton(self, gradients: Gradients, **inputs: Any) -> None:
+        """Update the tensors of a plan, bound to its gradients, by our Triton kernel."""
+        raise NotImplementedError
+
+    def loop(self) -> Callable[..., Loop]:
+        """Return the compiled loop, as a function of the dtypes and states of a parameter."""
+        raise NotImplementedError
+
+    def scalars(self, scale: float, count: float) -> Tensor:
+        """Return the numbers that the compiled loop reads; ``count``: steps of the parameter, this one included."""
+        raise NotImplementedError
+
+
+class Backend(Protocol):
+    """Protocol of what updates parameters: torch's kernels, compiled loops on CPUs, our Triton kernels."""
+
+    def update(self, part: UpdatePart, formula: Formula, step: StepInputs) -> None:
+        """Update a part in place; ``step``: its inputs, on the part's device."""
 
 
 def why_not(param: Tensor, gradient: Tensor, state: torch.dtype | None = None, stochastic: bool = False) -> str | None:
@@ -135,6 +191,7 @@ def _split(
     # All states of a parameter but its step have one dtype: one of them tells it.
     states = next((tensors for name, tensors in lists.items() if name not in ("params", "grads", "step")), None)
     state_dtypes = [None] * len(params) if states is None else [*map(_dtype, states)]
+    # Gradients' dtypes matter to our kernels, which are compiled for one; torch's get gradients that were cast.
     split: dict[tuple[torch.device, torch.dtype, torch.dtype | None, Kernel], list[int]] = {}
     for i, (device, dtype) in enumerate(places):
         kernel: Kernel = "torch"

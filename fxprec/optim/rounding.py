@@ -13,8 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fxprec.host_reads import capturing
 from fxprec.kernels.launch.rounding import rounding_offset, stochastic_round
-from fxprec.scaling.cuda_graphs import capturing
 
 #: Keys of an optimizer's groups: the seed of its rounding, and how often parameters were rounded.
 SEED: Final = "rounding_seed"

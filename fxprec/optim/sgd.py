@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +12,41 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
+from fxprec.kernels.optim import sgd as multi_tensor_sgd
+from fxprec.kernels.optim.sgd import SgdSettings
+from fxprec.kernels.optim.tables import Gradients
+from fxprec.optim.compiled_loop import Loop
 from fxprec.optim.one_pass import OnePass
-from fxprec.optim.parts import StepInputs, parts_of
-from fxprec.optim.rounding import ParameterRounding, checked_seed, is_low
-from fxprec.optim.triton_update import sgd_launch
+from fxprec.optim.parts import Formula, StepInputs, scalar
+from fxprec.optim.rounding import checked_seed, is_low
+from fxprec.torch_internals import fused_sgd_
+
+
+class SgdFormula(Formula):
+    """Formula of SGD. ``first``: the momentum buffers have no value yet."""
+
+    kind = "sgd"
+    low_in_fp32 = True
+
+    def by_torch(self, lists: Mapping[str, list[Any]], **inputs: Any) -> None:
+        settings = {name: self.group[name] for name in ("momentum", "dampening", "nesterov", "maximize")}
+        settings |= {"weight_decay": scalar(self.group["weight_decay"]), "is_first_step": self.first}
+        fused_sgd_(lists["params"], lists["grads"], lists.get("momentum_buffer", []), **settings, **inputs)
+
+    def by_triton(self, gradients: Gradients, **inputs: Any) -> None:
+        names = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")
+        settings = SgdSettings(**{name: scalar(self.group[name]) for name in names})
+        multi_tensor_sgd.launch(gradients, settings, first=self.first, **inputs)
+
+    def loop(self) -> Callable[..., Loop]:
+        return partial(Loop, "sgd", bool(scalar(self.group["weight_decay"])), self.group["nesterov"])
+
+    def scalars(self, scale: float, count: float) -> Tensor:
+        group = self.group
+        # The first step's buffer is the gradient itself, without dampening.
+        share = 1.0 if self.first else 1 - group["dampening"]
+        numbers = scale, group["weight_decay"], group["momentum"], share, group["lr"]
+        return torch.tensor([*map(float, numbers)], dtype=torch.float32, device="cpu")
 
 
 class SGD(OnePass, torch.optim.SGD):
@@ -37,6 +70,7 @@ class SGD(OnePass, torch.optim.SGD):
     """
 
     _takes_sparse = True
+    _state_names = ("momentum_buffer",)
 
     def __init__(
         self,
@@ -62,18 +96,11 @@ class SGD(OnePass, torch.optim.SGD):
             self, params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True
         )
         self._become_one_pass(max_norm, foreach, fused, differentiable, low_gradients, compiled, stochastic_rounding)
-        self._keep_rounding(self._seed if stochastic_rounding else None)
 
     def _state_dtype(self, owner: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:
         return owner.dtype if group["momentum"] else None
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        owners: list[Tensor],
-        gradients: list[Tensor],
-        step: StepInputs,
-    ) -> None:
+    def _update(self, group: dict[str, Any], owners: list[Tensor], gradients: list[Tensor], step: StepInputs) -> None:
         pairs = [*zip(owners, gradients, strict=True)]
         sparse = [(owner, gradient) for owner, gradient in pairs if gradient.is_sparse]
         if self.stochastic_rounding and any(is_low(owner) for owner, _ in sparse):
@@ -81,7 +108,7 @@ class SGD(OnePass, torch.optim.SGD):
                 "stochastic_rounding=True does not round updates by sparse gradients: give these parameters to an "
                 "optimizer of their own, or make the embedding with sparse=False"
             )
-        of_parameters = self._rounding_of(group)
+        formula = SgdFormula(group, self._rounding_of(group))
         if sparse:
             self._update_sparse(group, sparse, step)
             pairs = [(owner, gradient) for owner, gradient in pairs if not gradient.is_sparse]
@@ -100,33 +127,11 @@ class SGD(OnePass, torch.optim.SGD):
             made = [torch.zeros_like(owner, memory_format=torch.preserve_format) for owner, _ in fresh]
             for (owner, _), buffer in zip(fresh, made, strict=True):
                 self.state[owner]["momentum_buffer"] = buffer
-            self._update_dense(group, _lists(fresh, made), step, True, of_parameters)
+            self._update_by(_lists(fresh, made), replace(formula, first=True), step)
         if begun:
-            self._update_dense(group, _lists(begun, buffers), step, False, of_parameters)
+            self._update_by(_lists(begun, buffers), formula, step)
 
-    def _update_dense(
-        self,
-        group: dict[str, Any],
-        lists: dict[str, list[Tensor]],
-        step: StepInputs,
-        first: bool,
-        of_parameters: ParameterRounding | None,
-    ) -> None:
-        for part in parts_of(lists, self.compiled, self.stochastic_rounding):
-            here = step.on(part.device)
-            if part.kernel == "triton":
-                sgd_launch(self._plans, part, group, here, first)
-            elif part.kernel == "compiled":
-                self._loops.sgd(part, group, here, first)
-            else:
-                self._torch.sgd(part, group, here, first, of_parameters if is_low(part.lists["params"][0]) else None)
-
-    def _update_sparse(
-        self,
-        group: dict[str, Any],
-        pairs: list[tuple[Tensor, Tensor]],
-        step: StepInputs,
-    ) -> None:
+    def _update_sparse(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], step: StepInputs) -> None:
         # torch's implementation for single tensors knows no flag.
         if step.found_inf is not None and step.found_inf.item():
             return
@@ -138,18 +143,6 @@ class SGD(OnePass, torch.optim.SGD):
         for owner, buffer in zip(owners, buffers, strict=True):
             if group["momentum"]:
                 self.state[owner]["momentum_buffer"] = buffer
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state of this optimizer or of torch's, of any of its implementations."""
-        super().load_state_dict(dict(state_dict))
-        self._keep_rounding(self._seed if self.stochastic_rounding else None)
-        for group in self.param_groups:
-            group["fused"], group["foreach"] = True, None
-            for owner in group["params"]:
-                if self.state.get(owner, {}).get("momentum_buffer") is not None:
-                    # In the parameter's memory order, which the kernels rely on.
-                    buffer = torch.zeros_like(owner).copy_(self.state[owner]["momentum_buffer"])
-                    self.state[owner]["momentum_buffer"] = buffer
 
 
 def _lists(pairs: list[tuple[Tensor, Tensor]], buffers: list[Tensor]) -> dict[str, list[Tensor]]:

@@ -1,7 +1,11 @@
-"""The gradients of one optimizer: checked, local, and grouped for the fused unscale.
+"""The gradients of one optimizer: names, this rank's part, grouping for the fused unscale, ranks that agree on them.
 
 Refused before anything changes: gradients that no scale can be taken out of. Sparse ones are coalesced first, since
 adding up duplicate indices may overflow; of a DTensor the local shard is taken, of a partial one the sum.
+
+Sharded gradients (FSDP2, tensor parallelism) differ by rank, and so do pipeline stages: there one MAX all-reduce of one
+number tells every rank that holds a part of the model what overflowed. With DDP nothing is needed: its all-reduce of
+gradients carries an inf to every rank.
 """
 
 from __future__ import annotations
@@ -13,19 +17,23 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxprec.torch_internals import late_hooks_of, sparse_values
+from fxprec.torch_internals import late_hooks_of, root_mesh, sparse_values
 
 #: (device, dtype) -> dense tensors that can be unscaled in place.
 Grouped = dict[tuple[torch.device, torch.dtype], list[Tensor]]
+#: An optimizer -> id of each of its parameters -> its name.
+NamesOf = Callable[[Optimizer], dict[int, str]]
 
+#: Dtypes that a scaled gradient may have, whatever the settings.
 _SCALED = {torch.float32, torch.float64, torch.bfloat16}
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Every parameter of every group."""
+    """Yield every parameter of every group."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -43,13 +51,14 @@ def late_hooks_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
             held.update(those)
 
 
-def grouped(optimizer: Optimizer, allow_fp16: bool, name_of: Callable[[Optimizer], dict[int, str]]) -> Grouped:
-    """The gradients to unscale. May replace ``.grad`` of sparse and of partial ones.
+def grouped(optimizer: Optimizer, allow_fp16: bool, names_of: NamesOf) -> Grouped:
+    """Return the gradients to unscale. May replace ``.grad`` of sparse and of partial ones.
 
     Raises:
         ValueError: float16 gradients, unless they are allowed. TypeError: complex or float8 ones. Both name the
             parameters.
     """
+    # Plain dense gradients, the usual case, are grouped at once; the others may need work, even a collective.
     groups: Grouped = {}
     special: list[Tensor] = []
     for group in optimizer.param_groups:
@@ -66,9 +75,10 @@ def grouped(optimizer: Optimizer, allow_fp16: bool, name_of: Callable[[Optimizer
                 groups[key] = [gradient]
             else:
                 tensors.append(gradient)
+    # Asked by the few dtypes that there are; which parameter is at fault is looked up for the message only.
     dtypes = {dtype for _, dtype in groups} | {parameter.grad.dtype for parameter in special}  # type: ignore[union-attr]
     if not dtypes <= (_SCALED | {torch.float16} if allow_fp16 else _SCALED):
-        refuse_dtypes(optimizer, allow_fp16, name_of)
+        refuse_dtypes(optimizer, allow_fp16, names_of)
     with torch.no_grad():
         for parameter in special:
             gradient = _dense(parameter, cast(Tensor, parameter.grad))
@@ -76,12 +86,13 @@ def grouped(optimizer: Optimizer, allow_fp16: bool, name_of: Callable[[Optimizer
     return groups
 
 
-def refuse_dtypes(optimizer: Optimizer, allow_fp16: bool, name_of: Callable[[Optimizer], dict[int, str]]) -> None:
+def refuse_dtypes(optimizer: Optimizer, allow_fp16: bool, names_of: NamesOf) -> None:
     """Raise as ``grouped`` does, if it would."""
     odd = [(p, p.grad.dtype) for p in parameters_of(optimizer) if p.grad is not None and p.grad.dtype not in _SCALED]
     if not odd:
         return
-    names = name_of(optimizer)
+    # Complex and float8 gradients can never be unscaled; float16 ones are refused as torch does, unless allowed.
+    names = names_of(optimizer)
     half = [names[id(p)] for p, dtype in odd if dtype is torch.float16]
     strange = [f"{names[id(p)]} ({dtype})" for p, dtype in odd if dtype is not torch.float16]
     if strange:
@@ -104,7 +115,7 @@ def refuse_dtypes(optimizer: Optimizer, allow_fp16: bool, name_of: Callable[[Opt
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The tensor, or of a DTensor what this rank holds, without a copy."""
+    """Return the tensor, or the part of a DTensor that this rank holds, without a copy."""
     dtensor = dtensor_type()
     if dtensor is None or not isinstance(tensor, dtensor):
         return tensor
@@ -115,13 +126,19 @@ def local(tensor: Tensor) -> Tensor:
 def local_values(gradient: Tensor) -> Tensor:
     """Return what this rank holds of a gradient; of a sparse one the values, those of one index added up."""
     held = local(gradient)
+    return stored_values(held.coalesce() if held.layout is torch.sparse_coo else held)
+
+
+def stored_values(gradient: Tensor) -> Tensor:
+    """Return the stored numbers of a gradient that are on this rank; of a sparse one as they are."""
+    held = local(gradient)
     if held.layout is torch.sparse_coo:
-        return held.coalesce().values()
+        return sparse_values(held)
     return held if held.layout is torch.strided else held.values()
 
 
 def summed(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient; of a DTensor that is partial, whose true value is the sum over ranks, placed as its parameter is.
+    """Return the gradient; a partial DTensor, whose true value is the sum over ranks, is placed as its parameter is.
 
     ``parameter.grad`` is replaced then. A collective: every rank of the mesh has to come here.
     """
@@ -135,13 +152,64 @@ def summed(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 def dtensor_type() -> Any:
-    """DTensor, where anything imported it: the import costs a third of a second."""
+    """Return DTensor, where anything imported it: the import costs a third of a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return None if module is None else module.DTensor
 
 
+def group_of_parameters(parameters: Iterable[Tensor]) -> Any:
+    """Return the process group of every mesh that a DTensor among them lives on; None: there is no DTensor.
+
+    It depends on parameters, not on gradients: a rank without gradients has to join.
+
+    Raises:
+        RuntimeError: the meshes are parts of something that is neither one mesh of one dimension nor all ranks.
+    """
+    dtensor = dtensor_type()
+    if dtensor is None:
+        return None
+    meshes: set[Any] = {p.device_mesh for p in parameters if isinstance(p, dtensor)}  # type: ignore[attr-defined]
+    if not meshes:
+        return None
+    # Parts of one mesh (a dimension of it) belong to a root, whose ranks hold all of the model.
+    roots = {root_mesh(mesh) for mesh in meshes}
+    if len(set().union(*(root.mesh.flatten().tolist() for root in roots))) == dist.get_world_size():
+        return dist.group.WORLD
+    if len(roots) == 1 and (root := next(iter(roots))).ndim == 1:
+        return root.get_group()
+    raise RuntimeError(
+        "the parameters of one optimizer live on meshes that cover neither one dimension nor all ranks: say which "
+        "ranks have to agree on an overflow, LossScaler(process_group=torch.distributed.new_group(ranks))"
+    )
+
+
+def sum_over(number: Tensor, group: Any) -> Tensor:
+    """Return the sum of a 0-dim tensor over the ranks of ``group``."""
+    return _reduced(number.reshape(1), dist.ReduceOp.SUM, group).to(number.device)
+
+
+def agree(found: dict[torch.device, Tensor], device: torch.device, group: Any) -> None:
+    """Make every flag 1 where any rank of ``group`` has one above 0. A rank without flags gets one on ``device``."""
+    if not found:
+        found[device] = torch.zeros((), device=device)
+    # Flags of all devices in one number, so that there is one all-reduce however many there are.
+    flags = [*found.values()]
+    packed = flags[0].view(1) if len(flags) == 1 else torch.stack([f.to(flags[0].device) for f in flags]).amax(0, True)
+    highest = _reduced(packed, dist.ReduceOp.MAX, group)
+    for flag in flags:
+        flag.copy_(highest)
+
+
+def _reduced(packed: Tensor, op: Any, group: Any) -> Tensor:
+    if dist.get_backend(group) == "nccl" and packed.device.type == "cpu":
+        packed = packed.to("cuda")  # NCCL reduces nothing on the host
+    dist.all_reduce(packed, op, group=group)
+    return packed.view(())
+
+
 def leaves_below(outputs: Tensor) -> Iterator[Tensor]:
-    """Leaves that a backward of ``outputs`` would add gradients to."""
+    """Yield the leaves that a backward of ``outputs`` would add gradients to."""
+    # A stack, not recursion: graphs are as deep as models.
     nodes: list[Any] = [outputs.grad_fn]
     seen: set[Any] = {None}
     while nodes:
@@ -154,19 +222,20 @@ def leaves_below(outputs: Tensor) -> Iterator[Tensor]:
 
 
 class ParameterNames:
-    """An optimizer -> id of each of its parameters -> its name: of named groups, else of ``model``, else by place."""
+    """Names of an optimizer's parameters by their ids: of named groups, else of ``model``, else by place."""
 
     def __init__(self) -> None:
         self.model: weakref.ref[nn.Module] | None = None
 
     @property
     def known_model(self) -> nn.Module | None:
-        """The converted one, while it lives."""
+        """The converted model, while it lives."""
         return None if self.model is None else self.model()
 
     def __call__(self, optimizer: Optimizer) -> dict[int, str]:
         model = self.known_model
         known = {} if model is None else {id(p): name for name, p in model.named_parameters()}
+        # Names that the user gave to the optimizer come first.
         names: dict[int, str] = {}
         for i, group in enumerate(optimizer.param_groups):
             given = group.get("param_names")
@@ -177,17 +246,15 @@ class ParameterNames:
 
 
 def few(names: list[str], most: int = 5) -> str:
-    """The first of them, and how many more there are."""
+    """Return the first of the names, and how many more there are, as text."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
 
 
 def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """The part of a gradient that can be unscaled in place."""
+    """Return the part of a gradient that can be unscaled in place."""
     if gradient.layout is torch.sparse_coo:
+        # Unscaled first, duplicates of an index could overflow when they are added up.
         if not gradient.is_coalesced():
             parameter.grad = gradient = gradient.coalesce()
-        return sparse_values(gradient)
-    if gradient.layout is not torch.strided:
-        return gradient.values()
-    return local(summed(parameter, gradient))
+    return stored_values(summed(parameter, gradient))

@@ -7,7 +7,9 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from dataclasses import replace
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -15,26 +17,51 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from fxprec.errors import (
+    ClosureError,
+    ConversionError,
     GradientsWarning,
     LossScaleError,
     LossScaleFloorError,
     NoGradientsError,
     UnusedSettingWarning,
 )
-from fxprec.scaling import arguments
-from fxprec.scaling.cuda_graphs import capturing
-from fxprec.scaling.device_step import can_skip_on_device, step_on_device, wants_scaler
-from fxprec.scaling.gradient_checks import GradientChecks
+from fxprec.host_reads import capturing
+from fxprec.scaling.blocks import add_back, gradients_aside, owners_of, refuse_loss, scaled
 from fxprec.scaling.gradients import ParameterNames, parameters_of
-from fxprec.scaling.observer import Observer
-from fxprec.scaling.outputs import scaled
-from fxprec.scaling.records import Records
-from fxprec.scaling.refusals import floor_message, no_gradients
-from fxprec.scaling.resume import checked_blocks, saved_blocks
-from fxprec.scaling.scale_loss import add_back, gradients_aside, owners_of, refuse_loss
-from fxprec.scaling.scales import Scales
-from fxprec.scaling.skips import Skips
-from fxprec.scaling.stages import ASIDE, BY_LOSS, DELAYED, OPEN
+from fxprec.scaling.optimizer_state import OptimizerState, Records, checked_blocks
+from fxprec.scaling.scale import (
+    Scales,
+    UpdateRule,
+    checked_bounds,
+    checked_factors,
+    checked_interval,
+    checked_new_scale,
+    checked_state,
+)
+from fxprec.scaling.skips import (
+    Skips,
+    can_skip_on_device,
+    combined_flag,
+    floor_message,
+    no_gradients,
+    scaling_attributes,
+    wants_scaler,
+)
+from fxprec.scaling.unscale import GradientChecks
+
+if TYPE_CHECKING:
+    from fxprec.passes.policy.policy import Level
+
+
+class Observer(Protocol):
+    """Observer of each ``update`` of a scaler that is enabled."""
+
+    def before_update(self) -> None:
+        """Look at what was found in this iteration: the scales are about to move."""
+
+    def after_update(self, fallen: bool) -> str:
+        """Look at the moved scales. ``fallen``: what is known of overflows that took one to its floor."""
+        ...
 
 
 def _of_first_loss(name: str) -> Any:
@@ -49,8 +76,8 @@ def _of_first_loss(name: str) -> Any:
     return property(get, set_)
 
 
-def _of_scales(name: str) -> Any:
-    return property(lambda self: getattr(self._scales, name))
+def _of_rule(name: str) -> Any:
+    return property(lambda self: getattr(self._scales.rule, name))
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -109,18 +136,9 @@ class LossScaler(torch.amp.GradScaler):
         recheck: bool = False,
         skip_without_gradients: bool = False,
     ) -> None:
-        self._scales = Scales(
-            init_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            dynamic=dynamic,
-            min_scale=min_scale,
-            max_scale=max_scale,
-            hysteresis=hysteresis,
-            consecutive_hysteresis=consecutive_hysteresis,
-            num_losses=num_losses,
-        )
+        factors = growth_factor, backoff_factor
+        rule = UpdateRule(*factors, growth_interval, hysteresis, consecutive_hysteresis, min_scale, max_scale)
+        self._scales = Scales(init_scale, rule, dynamic, num_losses)  # which checks all of them
         if on_floor not in ("raise", "warn", None):
             raise LossScaleError(f"on_floor must be one of 'raise', 'warn', None, not {on_floor!r}")
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
@@ -139,9 +157,9 @@ class LossScaler(torch.amp.GradScaler):
     # torch's private names, which Lightning, Accelerate and optimizers that take the scaler read.
     _scale: Any = _of_first_loss("scale")
     _growth_tracker: Any = _of_first_loss("growth_tracker")
-    _growth_factor: Any = _of_scales("growth_factor")
-    _backoff_factor: Any = _of_scales("backoff_factor")
-    _growth_interval: Any = _of_scales("growth_interval")
+    _growth_factor: Any = _of_rule("growth_factor")
+    _backoff_factor: Any = _of_rule("backoff_factor")
+    _growth_interval: Any = _of_rule("growth_interval")
     _init_scale: Any = property(lambda self: self._scales.losses[0].start[0])
     _init_growth_tracker: Any = property(lambda self: self._scales.losses[0].start[1])
     _per_optimizer_states: Any = property(lambda self: self._records.states)
@@ -152,7 +170,7 @@ class LossScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        return self._checks.unscale(self._records, optimizer, inv_scale, found_inf, allow_fp16)
+        return self._checks.unscale(self._records.spoiled, optimizer, inv_scale, found_inf, allow_fp16)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if not self._scales.placed and self._checks.process_group is not None:
@@ -161,7 +179,7 @@ class LossScaler(torch.amp.GradScaler):
         return super()._check_scale_growth_tracker(funcname)
 
     def scale(self, outputs: Any) -> Any:
-        """The loss, or each tensor of a list, tuple, namedtuple or other iterable, times the scale, in FP32 or wider.
+        """Return the loss, or each tensor of a list, tuple or other iterable, times the scale, in FP32 or wider.
 
         Raises:
             TypeError: anything else.
@@ -173,12 +191,7 @@ class LossScaler(torch.amp.GradScaler):
         return result
 
     def scale_loss(
-        self,
-        loss: Any,
-        optimizers: Optimizer | Iterable[Optimizer],
-        loss_id: int = 0,
-        *,
-        delay_unscale: bool = False,
+        self, loss: Any, optimizers: Optimizer | Iterable[Optimizer], loss_id: int = 0, *, delay_unscale: bool = False
     ) -> AbstractContextManager[Any]:
         """Open a block: ``with scaler.scale_loss(loss, optimizer) as scaled: scaled.backward()``; unscales on exit.
 
@@ -214,23 +227,25 @@ class LossScaler(torch.amp.GradScaler):
         self._check_scale_growth_tracker("unscale_")
         records = self._records
         state = records.state_of(optimizer, "unscale_")
-        if state["stage"] is OptState.UNSCALED:
+        if state.stage is OptState.UNSCALED:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update(). Call it once a step, "
                 "before clipping; scale_loss and clip_grad_norm_ unscale by themselves"
             )
-        if state["stage"] is OptState.STEPPED:
+        if state.stage is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step(). Call it between backward() and step()")
         self._require_scaled("unscale_")
-        loss_id = state.get(DELAYED, 0)
+        loss_id = state.delayed or 0
         scale = self._scales.of(loss_id)
         # As torch: FP32 division can be imprecise for certain compile options.
         inverse = scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()
-        found = self._checks.unscale(records, optimizer, inverse, torch.zeros_like(scale), allow_fp16=False)
-        state.pop(DELAYED, None)
-        state["stage"] = OptState.UNSCALED
-        records.record(state, [loss_id], found)
-        add_back(state.pop(ASIDE, []))
+        zero = torch.zeros_like(scale)
+        found = self._checks.unscale(records.spoiled, optimizer, inverse, zero, allow_fp16=False)
+        state.stage, state.delayed = OptState.UNSCALED, None
+        state.record([loss_id], found)
+        # Gradients of earlier losses are unscaled, too: now they may be added.
+        kept, state.aside = state.aside, []
+        add_back(kept)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float, **kwargs: Any) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` on the optimizer's gradients, unscaled first where they are not.
@@ -243,7 +258,7 @@ class LossScaler(torch.amp.GradScaler):
         Returns:
             The norm before clipping; inf or nan where the step will be skipped.
         """
-        if self._enabled and self._records.state_of(optimizer, "clip_grad_norm_")["stage"] is OptState.READY:
+        if self._enabled and self._records.state_of(optimizer, "clip_grad_norm_").stage is OptState.READY:
             self.unscale_(optimizer)
         return torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm, **kwargs)
 
@@ -259,52 +274,57 @@ class LossScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        arguments.refuse_closure(args, kwargs)
+        _refuse_closure(args, kwargs)
         self._check_scale_growth_tracker("step")
         records, checks = self._records, self._checks
         state = records.state_of(optimizer, "step")
-        if state["stage"] is OptState.STEPPED:
+        if state.stage is OptState.STEPPED:
             raise RuntimeError(
                 "step() has already been called since the last update(). Call scaler.update() once at the end of every "
                 "iteration"
             )
         self._require_scaled("step")
-        if DELAYED in state:
+        if state.delayed is not None:
             self.unscale_(optimizer)
+        # An optimizer that takes the scaler unscales and checks by itself: torch's scaler calls it.
         if wants_scaler(optimizer):
             if self._skip_without_gradients and all(p.grad is None for p in parameters_of(optimizer)):
                 return self._pass_over(state)
             result = super().step(optimizer, *args, **kwargs)
-            if state["found_inf_per_device"]:
-                records.skips.note_on_device(optimizer, state["found_inf_per_device"])
+            if state.found_inf_per_device:
+                records.skips.note_on_device(optimizer, state.found_inf_per_device)
             return result
-        on_device, unscales = can_skip_on_device(optimizer), False
-        if state["stage"] is OptState.UNSCALED:
+        # Check the gradients, unless ``unscale_`` did; the optimizer unscales them in its step where it can.
+        on_device = can_skip_on_device(optimizer)
+        unscales = state.stage is OptState.READY and (on_device or hasattr(optimizer, "check_gradients"))
+        if state.stage is OptState.UNSCALED:
             if self._recheck:
-                records.record(state, state.get(BY_LOSS, [0]), checks.check(records, optimizer))
-        elif on_device or hasattr(optimizer, "check_gradients"):
-            unscales = True
-            records.record(state, [0], checks.check_for_step(records, optimizer, state))
+                state.record(state.found_inf_by_loss or [0], checks.check(records.spoiled, optimizer))
+        elif unscales:
+            state.check, found = checks.check_for_step(records.spoiled, optimizer)
+            state.record([0], found)
         else:
             self.unscale_(optimizer)
-        found = state["found_inf_per_device"]
+        found = state.found_inf_per_device
         if not found:
             if self._skip_without_gradients:
                 return self._pass_over(state)
             raise no_gradients(optimizer, self._names.known_model)
+        # The host decides on a skip, and waits for the flags, where the optimizer cannot.
+        result = None
         if not on_device and any(flag.item() for flag in found.values()):
-            result = None
             records.skips.note_skip(optimizer, self.parameter_names(optimizer))
-        elif on_device or unscales:
-            result = step_on_device(optimizer, self._scales.first, state, args, kwargs)
+        else:
+            scale = self._scales.first
+            left = None if state.stage is OptState.UNSCALED else scale
+            flag = combined_flag(found.values(), scale.device)
+            with scaling_attributes(optimizer, left, flag, state.check) if on_device or unscales else nullcontext():
+                result = optimizer.step(*args, **kwargs)
             if on_device:
                 records.skips.note_on_device(optimizer, found)
             else:
                 records.skips.note_step()
-        else:
-            result = optimizer.step(*args, **kwargs)
-            records.skips.note_step()
-        state["stage"] = OptState.STEPPED
+        state.stage = OptState.STEPPED
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -322,44 +342,45 @@ class LossScaler(torch.amp.GradScaler):
             return
         records = self._records
         self._check_scale_growth_tracker("update")
-        if any(DELAYED in state or OPEN in state for state in records.states.values()):
+        if any(state.holds_scaled for state in records.states.values()):
             raise RuntimeError(
                 "update() within scale_loss, or gradients of scale_loss(..., delay_unscale=True) are still scaled, and "
                 "an update may change the scale: close the accumulation with a scale_loss that unscales"
             )
         for observer in self._observers:
             observer.before_update()
+        # All that may refuse comes before ``before_update``: a refused update changes nothing.
         if new_scale is not None:
-            value = arguments.checked_new_scale(new_scale, self._device)
-            low, high = self._scales.bounds
-            arguments.checked_bounds(low, value, high)
+            value = checked_new_scale(new_scale, self._device)
+            checked_bounds(self._scales.rule.min_scale, value, self._scales.rule.max_scale)
             records.before_update()
             self._scales.fill(value)
             records.floor.reset()
         else:
             updated = [*records.found()]
-            if not updated and not any(state["stage"] is OptState.STEPPED for state in records.states.values()):
+            if not updated and not any(state.stage is OptState.STEPPED for state in records.states.values()):
                 raise NoGradientsError(
                     "No inf checks were recorded prior to update: no optimizer was stepped or unscaled through the "
                     "scaler since the last update. Call scaler.step(optimizer) before, or update(new_scale)"
                 )
             records.before_update()
-            rule = self._scales.rule(records.floor.near)
+            # Each loss moves by its own flags; one that was not checked stays where it is.
+            rule = self._scales.rule_now(records.floor.near)
             for loss, found in updated:
                 loss.update(found, rule)
             if updated:  # else all optimizers were passed over, and no scale moves
                 records.floor.note(updated, self._scales.losses, rule)
         self._end_iteration()
 
-    def _pass_over(self, state: dict[str, Any]) -> None:
+    def _pass_over(self, state: OptimizerState) -> None:
         """Count the step of an optimizer without gradients as skipped."""
-        state["stage"] = OptState.STEPPED
+        state.stage = OptState.STEPPED
         self._records.skips.note_without_gradients()
 
     def _end_iteration(self) -> None:
         records = self._records
         self._drop_iteration()
-        fallen = records.floor.fallen(self._scales.backoff_factor)
+        fallen = records.floor.fallen(self._scales.rule.backoff_factor)
         known = [observer.after_update(fallen) for observer in self._observers]
         if fallen and records.on_floor is not None:
             message = floor_message(
@@ -370,7 +391,7 @@ class LossScaler(torch.amp.GradScaler):
             warnings.warn(message, GradientsWarning, stacklevel=3)
 
     def _before_replay(self, optimizer: Optimizer) -> None:
-        """A captured iteration, with ``step`` and ``update``, is about to run."""
+        """Prepare for the replay of a captured iteration, with its ``step`` and ``update``."""
         self._known[id(optimizer)] = optimizer
         self._records.before_update({id(optimizer)})
 
@@ -382,12 +403,12 @@ class LossScaler(torch.amp.GradScaler):
         """
         records, losses = self._records, self._scales.losses
         records.skips.note_on_device(optimizer, {found.device: found})
-        records.floor.note([(losses[0], found)], losses, self._scales.rule(records.floor.near))
+        records.floor.note([(losses[0], found)], losses, self._scales.rule_now(records.floor.near))
         self._end_iteration()
 
     @contextmanager
     def _observed_by(self, observer: Observer) -> Iterator[None]:
-        """Within the block it is told of updates."""
+        """Tell the observer of updates in the block."""
         self._observers.append(observer)
         try:
             yield
@@ -395,14 +416,14 @@ class LossScaler(torch.amp.GradScaler):
             self._observers.remove(observer)
 
     def _found_in(self) -> Iterator[tuple[Optimizer, list[Tensor]]]:
-        """Each optimizer whose gradients were checked since the last update, with its flags."""
+        """Yield each optimizer whose gradients were checked since the last update, with its flags."""
         for key, state in self._records.states.items():
             if key in self._known:
-                yield self._known[key], [*state["found_inf_per_device"].values()]
+                yield self._known[key], [*state.found_inf_per_device.values()]
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Iterations in the block leave nothing but the numbers of the scales: a graph is captured."""
+        """Keep of iterations in the block nothing but the numbers of the scales: a graph is captured."""
         kept, self._records = self._records, Records(self._scales, self._known)
         try:
             yield
@@ -410,7 +431,7 @@ class LossScaler(torch.amp.GradScaler):
             self._records = kept
 
     def _drop_iteration(self) -> None:
-        """The next one begins: after an update, or after an error, whose gradients are gone."""
+        """Begin the next iteration: after an update, or after an error, whose gradients are gone."""
         self._records.forget_iteration()
         self._records.skips.begin()
 
@@ -430,7 +451,7 @@ class LossScaler(torch.amp.GradScaler):
     @property
     def skipped_steps(self) -> int:
         """Number of optimizer steps that were skipped so far; saved with the state. Reads the device."""
-        return self._records.skips.count + self._records.skips.without_gradients
+        return self._records.skips.total
 
     @property
     def steps_without_gradients(self) -> int:
@@ -443,7 +464,7 @@ class LossScaler(torch.amp.GradScaler):
         return self._enabled and any(bool(found > 0) for loss, found in self._records.found() if loss is wanted)
 
     def overflow_parameters(self) -> list[str]:
-        """Names of the parameters whose gradients held inf or nan in the last skipped step. Reads the device.
+        """Return the parameters whose gradients held inf or nan in the last skipped step. Reads the device.
 
         The optimizers' parameters from the last to the first, as a backward pass comes to them: an overflow begins at
         the first name, and spreads to the layers before it.
@@ -454,7 +475,7 @@ class LossScaler(torch.amp.GradScaler):
         return self._records.skips.parameters(self.parameter_names)
 
     def parameter_names(self, optimizer: Optimizer) -> dict[int, str]:
-        """id -> name, as messages have them: of named groups, of the converted model, else place and shape."""
+        """Return id -> name, as messages have them: of named groups, of the converted model, else place and shape."""
         return self._names(optimizer)
 
     def name_parameters(self, model: torch.nn.Module) -> None:
@@ -462,24 +483,25 @@ class LossScaler(torch.amp.GradScaler):
         self._names.model = weakref.ref(model)
 
     def get_scale(self, loss_id: int = 0) -> float:
-        """The scale of a loss; 1.0 if scaling is disabled. Reads the device."""
+        """Return the scale of a loss; 1.0 if scaling is disabled. Reads the device."""
         return self._scales.losses[loss_id].number() if self._enabled else 1.0
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Raises LossScaleError unless it is above 1."""
-        self._scales.growth_factor = arguments.checked_factors(new_factor, 0.5)[0]
+        """Set it; raise LossScaleError unless it is above 1."""
+        self._scales.rule = replace(self._scales.rule, growth_factor=checked_factors(new_factor, 0.5)[0])
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Raises LossScaleError unless it is between 0 and 1."""
-        self._scales.backoff_factor = arguments.checked_factors(2.0, new_factor)[1]
+        """Set it; raise LossScaleError unless it is between 0 and 1."""
+        self._scales.rule = replace(self._scales.rule, backoff_factor=checked_factors(2.0, new_factor)[1])
         self._records.floor.reset()
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Raises LossScaleError unless it is a whole number of at least 1."""
-        self._scales.growth_interval = arguments.checked_interval("growth_interval", new_interval)
+        """Set it; raise LossScaleError unless it is a whole number of at least 1."""
+        interval = checked_interval("growth_interval", new_interval)
+        self._scales.rule = replace(self._scales.rule, growth_interval=interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five keys, and "fxprec": each loss's scale and trackers, skips, how gradients stand.
+        """Return torch's five keys, and "fxprec": each loss's scale and trackers, skips, how gradients stand.
 
         Loads into ``torch.amp.GradScaler`` too. Save between two iterations; or within an accumulation, with the
         gradients, after any ``backward`` or ``scale_loss``.
@@ -489,13 +511,11 @@ class LossScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return {}
-        records = self._records
-        states = [(self._known[i], state) for i, state in records.states.items() if i in self._known]
         extra = {
             "losses": self._scales.saved(),
             "skipped_steps": self.skipped_steps,
-            "scaled": records.scaled,
-            "blocks": saved_blocks(states) + records.blocks,
+            "scaled": self._records.scaled,
+            "blocks": self._records.saved_blocks(),
         }
         if self.steps_without_gradients:
             extra["steps_without_gradients"] = self.steps_without_gradients
@@ -519,30 +539,31 @@ class LossScaler(torch.amp.GradScaler):
                     stacklevel=2,
                 )
             return
-        losses = arguments.checked_state(state_dict, len(self._scales.losses))
+        # All that may refuse comes first, so that a refusal changes nothing.
+        losses = checked_state(state_dict, len(self._scales.losses))
         extra = state_dict.get("fxprec", {})
         blocks = checked_blocks(extra.get("blocks", []), len(losses))
         self._scales.load(state_dict, losses)
-        old = self._records
-        without = extra.get("steps_without_gradients", 0)
-        skips = Skips(extra.get("skipped_steps", 0) - without, without)
+        # What was known of gradients and skips is of another run; graphs that were captured are still there.
+        old, skips = self._records, Skips(extra.get("skipped_steps", 0), extra.get("steps_without_gradients", 0))
         self._records = Records(self._scales, self._known, skips=skips, on_floor=old.on_floor)
         self._records.captured = old.captured
-        if extra.get("scaled"):  # saved within an accumulation: its gradients come from a file, not from a backward
+        # Saved within an accumulation: its gradients come from a file, not from a backward.
+        if extra.get("scaled"):
             self._records.scaled, self._records.blocks = True, blocks
             if not self._scales.placed:
                 self._scales.place(torch.device(self._device))
 
     def __repr__(self) -> str:
-        """Without the scale, which may lie on a device: ``get_scale`` reads it."""
+        """Return a text without the scale, which may lie on a device: ``get_scale`` reads it."""
         if not self._enabled:
             return "LossScaler(disabled)"
-        moves = "static" if self._scales.backoff_factor == self._scales.growth_factor == 1.0 else "dynamic"
+        moves = "static" if self._scales.rule.backoff_factor == self._scales.rule.growth_factor == 1.0 else "dynamic"
         losses = f", {len(self._scales.losses)} losses" if len(self._scales.losses) > 1 else ""
         return f"LossScaler({moves}{losses}, on {self._device})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle, copy and deepcopy, between two iterations, as torch's.
+        """Return the state for pickle, copy and deepcopy, between two iterations, as torch's.
 
         Raises:
             AssertionError: within one. TypeError: a process group, which only this process knows.
@@ -553,6 +574,7 @@ class LossScaler(torch.amp.GradScaler):
             raise AssertionError(
                 "A LossScaler may only be pickled at the beginning of an iteration, or at the end after scaler.update()"
             )
+        # Numbers in place of the parts, which hold tensors, weak references and optimizers.
         parts = {
             "_scales": copy.copy(self._scales),
             "fp16_gradients": self._checks.fp16_gradients,
@@ -567,7 +589,7 @@ class LossScaler(torch.amp.GradScaler):
         names = ("fp16_gradients", "skipped", "without_gradients", "on_floor")
         fp16_gradients, skipped, without, on_floor = (state.pop(name) for name in names)
         self.__dict__.update(state)
-        self._compose(fp16_gradients, None, Skips(skipped - without, without), on_floor)
+        self._compose(fp16_gradients, None, Skips(skipped, without), on_floor)
 
     def _scaled(self, loss_id: int, outputs: Any) -> Any:
         records = self._records
@@ -579,10 +601,11 @@ class LossScaler(torch.amp.GradScaler):
             if capturing(tensor.device):
                 records.captured = True
             result = tensor * scale.to(tensor.device, non_blocking=True)
-            records.old.watch(result, scale)
+            records.spoiled.watch(result, scale)
             return result
 
-        records.claimed.clear()
+        # New gradients may come, also of parameters whose last ones another optimizer unscaled.
+        records.spoiled.claimed.clear()
         result = scaled(outputs, times_scale)
         records.scaled = True
         return result
@@ -610,3 +633,49 @@ class LossScaler(torch.amp.GradScaler):
 
 #: Made anew for a copy, or from a file.
 _COMPOSED = frozenset({"_names", "_known", "_records", "_checks", "_observers"})
+
+
+def make_scaler(argument: object, dtype: torch.dtype, level: Level, device: str) -> LossScaler:
+    """Return the scaler for ``convert(scaler=argument)``, on parameters of this device type.
+
+    None: dynamic for float16, disabled for bfloat16 and O0, static 1.0 for O3. False: disabled. A number: static.
+
+    Raises:
+        TypeError: none of these, nor a LossScaler. ConversionError: float16 on CUDA, and there is no CUDA: torch's
+            scaler would switch itself off.
+    """
+    if isinstance(argument, LossScaler):
+        return argument
+    if device == "cuda" and dtype is torch.float16 and level != "O0" and not torch.cuda.is_available():
+        raise ConversionError(
+            "float16 on CUDA was asked for, and torch sees no CUDA device: the gradients would not be scaled. "
+            "Check the driver and the build of torch, or convert on the CPU"
+        )
+    fp16_gradients = level == "O3" and dtype is torch.float16
+    if argument is None and level == "O3":
+        argument = 1.0
+    if argument is None:
+        return LossScaler(device, enabled=level != "O0" and dtype is torch.float16)
+    if argument is False:
+        return LossScaler(device, enabled=False)
+    if isinstance(argument, Real) and not isinstance(argument, bool):
+        return LossScaler(device, float(argument), dynamic=False, fp16_gradients=fp16_gradients)
+    raise TypeError(
+        f"scaler is {argument!r}: give None (chosen by dtype and level), False (no scaling), a number (a static scale) "
+        "or an fxprec.LossScaler"
+        + (", which takes the arguments of torch's" if isinstance(argument, torch.amp.GradScaler) else "")
+    )
+
+
+def _refuse_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise for a closure, which would run backward passes that nobody unscales; ``step(optimizer, None)`` is fine."""
+    closure = kwargs.get("closure", args[0] if args else None)
+    if callable(closure):
+        raise ClosureError(
+            "Closure use is not currently supported if GradScaler is enabled: the closure's backward would leave "
+            "scaled gradients to the optimizer. For one that evaluates once, call it first:\n"
+            "    loss = closure()        # zero_grad, forward, scaler.scale(loss).backward()\n"
+            "    scaler.step(optimizer)\n"
+            "For one that evaluates several times a step (LBFGS), train in bfloat16, which needs no scaling: "
+            "fxprec.convert(model, dtype=torch.bfloat16)"
+        )

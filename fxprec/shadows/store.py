@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fxprec.scaling.cuda_graphs import capturing
+from fxprec.host_reads import capturing
 from fxprec.shadows.cached_read import CachedRead
 from fxprec.shadows.entry import Entry, is_lasting, is_traced, stale
 from fxprec.shadows.low_gradients import refuse_ddp, widen, wish_for

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fxprec.errors import CaptureError
-from fxprec.scaling.device_step import is_plain_step
 from fxprec.scaling.gradients import dtensor_type, parameters_of
 from fxprec.scaling.loss_scaler import LossScaler
+from fxprec.scaling.skips import is_plain_step
 from fxprec.whole_step.iteration import Iteration
 
 

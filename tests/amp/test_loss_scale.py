@@ -104,6 +104,21 @@ def test_with_a_floor_it_stays_there():
     assert loop.scaler.loss_scale() == 2.0**15
 
 
+def test_rules_that_are_set_are_those_of_the_scaler_that_the_model_has():
+    loop = Loop(made())
+    scaler = loop.scaler.scaler
+    loop.scaler._scale_seq_len, loop.scaler._min_loss_scale = 2, 2.0**15
+    with pytest.raises(ValueError, match="min_scale=32768 is above max_scale=1"):
+        loop.scaler._max_loss_scale = 1.0
+    with pytest.raises(ValueError, match="growth_interval must be a whole number of at least 1, not 0"):
+        loop.scaler._scale_seq_len = 0
+    for overflow in (True, True, False, False):
+        loop.run(overflow)
+    assert loop.scaler.scaler is scaler and scaler.get_scale() == 2.0**16  # to the floor, and up after two good steps
+    loop.scaler.dynamic = False
+    assert not loop.scaler.dynamic and (scaler.get_growth_factor(), scaler.get_backoff_factor()) == (1.0, 1.0)
+
+
 @pytest.mark.parametrize("loss_scale", ["dynamic", 8.0])
 def test_loading_continues_from_the_saved_numbers(loss_scale):
     loop = Loop(made(loss_scale))

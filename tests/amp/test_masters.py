@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxprec.amp.masters import copy_masters, saved_masters, with_masters
+from fxprec.amp.fp16_optimizer import copy_masters, saved_masters, with_masters
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxprec
 from fxprec import optim
-from fxprec.scaling import agreement
+from fxprec.scaling import gradients
 
 pytestmark = [
     pytest.mark.slow,
@@ -204,12 +204,12 @@ def reductions(tools, rank, optimizer):
     scaler, made = fxprec.LossScaler("cpu", 4.0), OPTIMIZERS[optimizer](model.parameters())
     scaler.scale(model(batch(0, rank)).sum()).backward()
     calls, original = [], dist.all_reduce
-    agreement.dist.all_reduce = lambda *args, **kwargs: (calls.append(args[0].numel()), original(*args, **kwargs))[1]
+    gradients.dist.all_reduce = lambda *args, **kwargs: (calls.append(args[0].numel()), original(*args, **kwargs))[1]
     try:
         scaler.step(made)
         scaler.update()
     finally:
-        agreement.dist.all_reduce = original
+        gradients.dist.all_reduce = original
     return calls
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxprec import optim
-from fxprec.optim.counters import Counters
+from fxprec.optim.torch_update import Counters
 
 
 def steps_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

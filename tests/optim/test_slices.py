@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fxprec
 from fxprec.model.module import conversion_of
-from fxprec.optim import slices as module
-from fxprec.optim.slices import slices
+from fxprec.optim import torch_update as module
+from fxprec.optim.torch_update import slices
 from fxprec.shadows import ShadowStore
 
 needs_low_gradients = pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="wants Tensor.grad_dtype")

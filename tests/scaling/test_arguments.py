@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fxprec.errors import LossScaleError
-from fxprec.scaling import arguments
+from fxprec.scaling import scale as arguments
+from fxprec.scaling.loss_scaler import LossScaler
 
 
 @pytest.mark.parametrize("value", [1, 65536.0, np.float32(8), np.int64(4), Fraction(1, 4), 2.0**-126, 2.0**127])
@@ -24,7 +25,6 @@ def test_the_limits_are_those_of_float32():
 
 def test_factors_and_intervals():
     assert arguments.checked_factors(1.001, np.float64(0.999)) == (1.001, 0.999)
-    assert arguments.checked_dynamic(1.0, 1.0) == (1.0, 1.0)  # static
     assert arguments.checked_interval("interval", np.int32(5)) == 5
     assert type(arguments.checked_interval("interval", np.int32(5))) is int
     assert arguments.checked_bounds(None, 4.0, None) == (None, None)
@@ -53,10 +53,10 @@ def test_the_state_of_the_first_loss_is_torchs():
     assert arguments.checked_state(state, 2) == [{"scale": 8.0, "growth_tracker": 2}] * 2
 
 
-def test_no_closure_is_none():
-    arguments.refuse_closure((None,), {})
-    arguments.refuse_closure((), {"closure": None})
-    arguments.refuse_closure((3,), {"other": len})
+@pytest.mark.parametrize(("args", "kwargs"), [((None,), {}), ((), {"closure": None}), ((3,), {"other": len})])
+def test_no_closure_is_none(args, kwargs):
+    with pytest.raises(AssertionError, match="Attempted step but _scale is None"):  # which is looked at afterwards
+        LossScaler("cpu").step(object(), *args, **kwargs)
 
 
 def test_bounds_that_cross_say_so():

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from fxprec.errors import ConversionError
-from fxprec.scaling.default_scaler import make_scaler
-from fxprec.scaling.loss_scaler import LossScaler
+from fxprec.scaling.loss_scaler import LossScaler, make_scaler
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-import fxprec.scaling.floor as floor
-from fxprec.scaling.device_step import can_skip_on_device
+import fxprec.scaling.scale as floor
+from fxprec.host_reads import OnHost
 from fxprec.scaling.loss_scaler import LossScaler
-from fxprec.scaling.on_host import OnHost
+from fxprec.scaling.skips import can_skip_on_device
 
 FUSED = [
     (torch.optim.SGD, {"momentum": 0.9}),

@@ -7,13 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-import fxprec.scaling.floor as module
+import fxprec.scaling.scale as module
 from fxprec.errors import LossScaleFloorError
-from fxprec.scaling.cuda_graphs import reading_waits
-from fxprec.scaling.floor import FloorWatch
-from fxprec.scaling.loss_scale import LossScale, UpdateRule
+from fxprec.host_reads import OnHost, reading_waits
 from fxprec.scaling.loss_scaler import LossScaler
-from fxprec.scaling.on_host import OnHost
+from fxprec.scaling.scale import FloorWatch, LossScale, UpdateRule
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxprec.scaling.loss_scale import LossScale, UpdateRule
+from fxprec.scaling.scale import LossScale, UpdateRule
 
 OVERFLOWS = st.lists(st.booleans(), max_size=30)
 COUNT = st.integers(1, 4)

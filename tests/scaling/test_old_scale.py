@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fxprec.scaling.loss_scaler import LossScaler
-from fxprec.scaling.old_scale import OldGradients, holds_any
+from fxprec.scaling.unscale import SpoiledGradients, holds_any
 
 SUM = r"the gradient of param_groups\[0\]\['params'\]\[0\] of shape \(3,\) is a sum over two scales"
 
@@ -180,7 +180,7 @@ def test_an_optimizer_that_accumulates_across_updates_is_refused(window, first_w
     assert torch.equal(b.grad, gradient)
     second.zero_grad(set_to_none=False)  # as the message says
     scaler.step(second)
-    assert scaler._records.old._mixed == {}
+    assert scaler._records.spoiled._mixed == {}
 
 
 def test_the_same_with_a_scale_that_did_not_change_is_fine():
@@ -246,7 +246,7 @@ def test_no_graph_and_no_loss_is_kept_alive(backward):
         scaler.scale((a * b).sum()).backward()
         scaler.step(first)
         scaler.update()
-    assert scaler._records.old._left or scaler._records.old._search is False
+    assert scaler._records.spoiled._left or scaler._records.spoiled._search is False
     gc.collect()
     gc.disable()
     try:
@@ -257,7 +257,7 @@ def test_no_graph_and_no_loss_is_kept_alive(backward):
         scaler.step(first)
         scaler.update()  # b is known to nobody; a hook is on the next loss
         scaler._known[id(first)] = first
-        scaler._records.old._search = True
+        scaler._records.spoiled._search = True
 
         class Holds(torch.autograd.Function):
             @staticmethod
@@ -304,9 +304,9 @@ def test_a_copy_leaves_it_behind():
         scaler.scale((a * b).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert scaler._records.old._left
+    assert scaler._records.spoiled._left
     again = copy.deepcopy(scaler)
-    assert not again._records.old._left and again.get_scale() == scaler.get_scale()
+    assert not again._records.spoiled._left and again.get_scale() == scaler.get_scale()
 
 
 def test_holds_any():
@@ -321,12 +321,12 @@ def test_nothing_is_watched_while_a_cuda_graph_is_captured(monkeypatch):
     scaler.scale((a * b).sum()).backward()
     scaler.update(1.0)
     assert scaler.scale((a * b).sum())._backward_hooks
-    monkeypatch.setattr("fxprec.scaling.old_scale.capturing", lambda device: True)
+    monkeypatch.setattr("fxprec.scaling.unscale.capturing", lambda device: True)
     assert not scaler.scale((a * b).sum())._backward_hooks
 
 
 def test_nothing_is_watched_before_the_first_update():
-    old = OldGradients()
+    old = SpoiledGradients()
     loss = (torch.ones(2, requires_grad=True) * 2).sum()
     old.watch(loss, torch.ones(()))
     assert not loss._backward_hooks

@@ -1,5 +1,6 @@
 """``scale_loss``: gradients of several losses, each with a scale of its own, add up to what they are without scales."""
 
+import copy
 import functools
 import itertools
 
@@ -152,7 +153,7 @@ def test_an_exception_in_the_block_leaves_the_gradients_of_before(delayed, error
     else:
         parameters[0].grad = torch.ones(3)
     before = [None if p.grad is None else (p.grad, p.grad.clone()) for p in parameters]
-    states = [dict(scaler._per_optimizer_states[id(optimizer)]) for optimizer in optimizers]
+    states = [copy.copy(scaler._per_optimizer_states[id(optimizer)]) for optimizer in optimizers]
     with pytest.raises(error), scaler.scale_loss(loss_of(0, *parameters), optimizers) as scaled:
         scaled.backward()
         raise error

@@ -32,8 +32,8 @@ _ASKED = {
     "fxprec.optim.gradient_check.reading_waits": "aside",
     "fxprec.numerics.watching.step_numbers.reading_waits": "aside",
     "fxprec.scaling.loss_scaler.capturing": "record",
-    "fxprec.scaling.floor.capturing": "record",
-    "fxprec.scaling.old_scale.capturing": "record",
+    "fxprec.scaling.scale.capturing": "record",
+    "fxprec.scaling.unscale.capturing": "record",
 }
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxprec.optim.gradient_check import GradientCheck
-from fxprec.scaling.device_step import wants_scaler
 from fxprec.scaling.gradients import parameters_of
+from fxprec.scaling.skips import wants_scaler
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from fxprec.host_reads import OnHost
 from fxprec.numerics.watching.replay import WatchedStep
 from fxprec.numerics.watching.seen_call import SeenCall
 from fxprec.numerics.watching.step_numbers import Numbers
-from fxprec.scaling.on_host import OnHost
 
 
 class Seen(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxprec.scaling.cuda_graphs import reading_waits
+from fxprec.host_reads import reading_waits
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fxprec.capture.user_code import user_level
 from fxprec.errors import CaptureError, NonFiniteError, NonFiniteWarning
+from fxprec.host_reads import OnHost, capturing, reading_waits
 from fxprec.model.conversion import Conversion
 from fxprec.model.entry_point import EntryPoint
 from fxprec.model.module import conversion_of
@@ -34,11 +35,9 @@ from fxprec.numerics.watching.weight_writes import WeightWrites
 from fxprec.numerics.watching.written_buffers import WrittenBuffers
 from fxprec.optim.gradient_check import GradientCheck, check
 from fxprec.optim.triton_update import Plans
-from fxprec.scaling.cuda_graphs import capturing, reading_waits
-from fxprec.scaling.device_step import makes_state
 from fxprec.scaling.gradients import dtensor_type, parameters_of
 from fxprec.scaling.loss_scaler import LossScaler
-from fxprec.scaling.on_host import OnHost
+from fxprec.scaling.skips import makes_state
 from fxprec.shadows.entry import is_traced
 from fxprec.torch_internals import current_autograd_node, running_ddp
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import captured_tools as tools
 import fxprec
+from fxprec.host_reads import OnHost
 from fxprec.numerics import watch
-from fxprec.scaling.on_host import OnHost
 from fxprec.whole_step.watched import KeptIteration
 
 OPTIMIZERS, batches, recorder, same = tools.OPTIMIZERS, tools.batches, tools.recorder, tools.same

@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
 from faults import FAULTS, NARROW, PLACES, Net, batch, blamed, made
+from fxprec.host_reads import OnHost
 from fxprec.model.module import conversion_of
 from fxprec.numerics import Trip, Watcher, locate, watch
-from fxprec.scaling.on_host import OnHost
 from fxprec.torch_internals import backward_hooks_of, step_hooks, tree_leaves
 
 F16, BF16 = torch.float16, torch.bfloat16
