@@ -17,7 +17,7 @@ from fxprec.passes.dtypes.fake_run import find_disagreement
 from fxprec.passes.graph.annotations import UNDECIDED, Precision, Rule, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.programs.program import Executor, Program, lift, without_autocast
-from fxprec.tape.nodes import NodeByNode, NodeOf
+from fxprec.tape.attribution import NodeByNode, NodeOf
 
 
 def assert_annotations_hold(model: nn.Module, *args: Any, **kwargs: Any) -> None:

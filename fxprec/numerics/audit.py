@@ -27,10 +27,9 @@ from fxprec.numerics.savings import MEASURED, with_savings
 from fxprec.numerics.swallowed import compared
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
-from fxprec.tape.adjoint import ErrorTerm, measured, terms
+from fxprec.tape.adjoint import ErrorTerm, measured, opened, terms
 from fxprec.tape.memory import TensorPlace, difference
-from fxprec.tape.opened import opened
-from fxprec.tape.origin import OpOrigin
+from fxprec.tape.operation import OpOrigin
 from fxprec.tape.recorder import Decision, OpRecorder, record
 from fxprec.tape.vjp import inner
 

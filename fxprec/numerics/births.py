@@ -17,12 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.numerics.kept import kept
-from fxprec.tape.attribution import Attribution, observe, written_by
+from fxprec.tape.attribution import Attribution, NodeOf, observe, written_by
 from fxprec.tape.exact_ops import draws
 from fxprec.tape.memory import Memory, TensorPlace
-from fxprec.tape.nodes import NodeOf
-from fxprec.tape.operation import Operation
-from fxprec.tape.origin import OpOrigin
+from fxprec.tape.operation import Operation, OpOrigin
 from fxprec.torch_internals import storage_key, tree_flatten, tree_leaves, tree_unflatten
 
 R = TypeVar("R")

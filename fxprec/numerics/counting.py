@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from fxprec.numerics.magnitudes import Tally, all_finite, as_floats, can_count
 from fxprec.scaling.gradients import local
-from fxprec.tape.attribution import Attribution, written_by
-from fxprec.tape.nodes import NodeOf
-from fxprec.tape.origin import OpOrigin
+from fxprec.tape.attribution import Attribution, NodeOf, written_by
+from fxprec.tape.operation import OpOrigin
 from fxprec.torch_internals import aten_foreach_copy_, aten_to_copy, current_autograd_node, storage_key, tree_leaves
 
 

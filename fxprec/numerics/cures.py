@@ -38,7 +38,7 @@ from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.ops.table import facts_of
 from fxprec.passes.policy.policy import Policy
 from fxprec.settings import Settings
-from fxprec.tape.nodes import NodeOf
+from fxprec.tape.attribution import NodeOf
 from fxprec.torch_internals import tree_map_only
 
 #: Copies of a model that are converted and run in search of a cure.

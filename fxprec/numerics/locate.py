@@ -20,7 +20,7 @@ from fxprec.numerics.step import Results, Run, TrainingStep, dense, is_finite
 from fxprec.passes.graph.annotations import module_path
 from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.loss_scaler import LossScaler
-from fxprec.tape.origin import OpOrigin
+from fxprec.tape.operation import OpOrigin
 
 #: A parameter's gradient is lost where this share of its elements is 0, of those that are none in FP32.
 _LOST: Final = 0.5

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from fxprec.inspection.nodes import short_paths, source_line
 from fxprec.numerics.kept import kept
-from fxprec.tape.operation import Operation
-from fxprec.tape.origin import OpOrigin
+from fxprec.tape.operation import Operation, OpOrigin
 from fxprec.tape.recorder import OpRecorder, record
 
 #: Runs that capture graphs of the other way, before that is given up.

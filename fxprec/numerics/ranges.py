@@ -28,7 +28,7 @@ from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.gradients import few, local
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.tape.attribution import observe
-from fxprec.tape.origin import OpOrigin
+from fxprec.tape.operation import OpOrigin
 
 
 @not_in_inference_mode

@@ -18,7 +18,7 @@ from fxprec.inspection.nodes import short_paths, source_line
 from fxprec.numerics.kept import kept
 from fxprec.passes.graph.annotations import module_path
 from fxprec.tape.attribution import observe
-from fxprec.tape.origin import OpOrigin
+from fxprec.tape.operation import OpOrigin
 from fxprec.tape.replay import ForwardRecorder, Replay, ReplayStep
 
 #: Causes of a flip that are printed.

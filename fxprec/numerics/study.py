@@ -31,7 +31,7 @@ from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff, computes_
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.torch_internals import HigherOrderOperator
 from fxprec.settings import Lower, Settings
-from fxprec.tape.nodes import inputs_of
+from fxprec.tape.attribution import inputs_of
 
 
 @dataclass(frozen=True, slots=True)

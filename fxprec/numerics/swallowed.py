@@ -23,7 +23,7 @@ from fxprec.model.module import conversion_of
 from fxprec.numerics.births import Birth, Births, OpCall, Source, first_of, observed
 from fxprec.numerics.masks import Masks, is_fault
 from fxprec.tape.attribution import written_by
-from fxprec.tape.origin import OpOrigin
+from fxprec.tape.operation import OpOrigin
 from fxprec.tape.recorder import OpRecorder
 from fxprec.torch_internals import storage_key, tree_leaves
 

@@ -14,9 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxprec.passes.torch_internals import schema_of
-from fxprec.tape.attention_ops import ATTENTION
 from fxprec.tape.kernel_ops import KERNELS
-from fxprec.tape.region_ops import region_backward, region_forward
 
 _aten = torch.ops.aten
 
@@ -155,9 +153,6 @@ EXACT: Final[dict[str, Callable[..., Any]]] = {
     "aten::convolution": _convolution,
     "aten::mkldnn_rnn_layer": _lstm,
     "aten::mkldnn_rnn_layer_backward": _lstm_backward,
-    "fxprec::region_forward": region_forward,
-    "fxprec::region_backward": region_backward,
-    **ATTENTION,
     **KERNELS,
 }
 

@@ -17,12 +17,9 @@ from torch import Tensor, nn
 from fxprec.inspection.nodes import short_paths, source_line
 from fxprec.model.module import conversion_of
 from fxprec.passes.graph.annotations import nested
-from fxprec.tape.attribution import Attribution, observe, written_by
-from fxprec.tape.full_fp32 import full_fp32
+from fxprec.tape.attribution import Attribution, NodeOf, observe, written_by
 from fxprec.tape.memory import Memory, TensorPlace
-from fxprec.tape.nodes import NodeOf
-from fxprec.tape.operation import Operation
-from fxprec.tape.origin import OpOrigin
+from fxprec.tape.operation import Operation, OpOrigin, full_fp32, is_place
 from fxprec.torch_internals import (
     aten_foreach_copy_,
     aten_to_copy,
@@ -276,17 +273,13 @@ class OpRecorder(Attribution):
 
     def _add_cast(self, path: str, weight: Tensor, shadow: Tensor) -> None:
         source, place = self.memory.place(weight.detach()), self.memory.place(shadow.detach())
-        leaves, spec = tree_flatten(((source,), {"dtype": shadow.dtype}), is_leaf=_is_place)
+        leaves, spec = tree_flatten(((source,), {"dtype": shadow.dtype}), is_leaf=is_place)
         self._add(Operation(aten_to_copy, tuple(leaves), spec, (0,), (), (place,), (), OpOrigin("weight", path)), {})
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor lies in memory element by element."""
     return tensor.layout is torch.strided
-
-
-def _is_place(leaf: Any) -> bool:
-    return isinstance(leaf, TensorPlace)
 
 
 def record(

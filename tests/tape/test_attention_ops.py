@@ -17,7 +17,7 @@ from fxprec.kernels.cpu.attention_products import attention_by_products, recompu
 from fxprec.kernels.cpu.compiled_attention import compiled_attention, why_not
 from fxprec.numerics import audit
 from fxprec.tape.adjoint import measured, terms
-from fxprec.tape.attention_ops import ATTENTION
+from fxprec.tape.kernel_ops import ATTENTION
 from fxprec.tape.recorder import OpRecorder
 from fxprec.torch_internals import aten_flash_attention_for_cpu
 
