@@ -18,13 +18,12 @@ from fxprec.inspection.subject import subject_of
 from fxprec.model.module import conversion_of
 from fxprec.numerics.alternatives import Alternatives, sized
 from fxprec.numerics.births import Swallow
-from fxprec.numerics.kept import kept
 from fxprec.numerics.ledger import GradientError, Ledger, OpPart, Row, Sample, ordered
 from fxprec.numerics.own_way import OwnWay, own_way
-from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
+from fxprec.numerics.problem import Batch, Loss, Problem, kept, not_in_inference_mode
 from fxprec.numerics.routes import Routes
 from fxprec.numerics.savings import MEASURED, with_savings
-from fxprec.numerics.swallowed import compared
+from fxprec.numerics.step import compared
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.tape.adjoint import ErrorTerm, measured, opened, terms

@@ -30,9 +30,9 @@ from fxprec.errors import FxprecError
 from fxprec.inspection.layers import fold
 from fxprec.inspection.nodes import is_own_code, op_name, short_paths, source_line
 from fxprec.model.module import conversion_of
-from fxprec.numerics.births import Birth, Births, Source
-from fxprec.numerics.step import TrainingStep
-from fxprec.numerics.trial import converted_anew
+from fxprec.numerics.births import Birth, Source
+from fxprec.numerics.problem import converted_anew
+from fxprec.numerics.step import Births, TrainingStep
 from fxprec.passes.graph.annotations import Rule, module_path, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.ops.table import facts_of

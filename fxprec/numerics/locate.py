@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from fxprec.capture.pytrees import leaves_of
 from fxprec.inspection.nodes import op_name, short_paths, source_line
-from fxprec.numerics.births import Birth, Source, Swallow, first_of
+from fxprec.numerics.births import Birth, Source, Swallow, dense, first_of, is_finite
 from fxprec.numerics.cures import Cure, Search, code_cure, in_bfloat16, policy_cure, smaller_scale
 from fxprec.numerics.finding import Finding
 from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
-from fxprec.numerics.step import Results, Run, TrainingStep, dense, is_finite
+from fxprec.numerics.step import Results, Run, TrainingStep
 from fxprec.passes.graph.annotations import module_path
 from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.loss_scaler import LossScaler

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.inspection.nodes import short_paths, source_line
-from fxprec.numerics.kept import kept
+from fxprec.numerics.problem import kept
 from fxprec.tape.operation import Operation, OpOrigin
 from fxprec.tape.recorder import OpRecorder, record
 

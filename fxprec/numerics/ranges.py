@@ -16,13 +16,11 @@ from fxprec.inspection.nodes import op_name, short_paths, source_line
 from fxprec.inspection.subject import subject_of
 from fxprec.model.module import conversion_of
 from fxprec.numerics.advice import advise
+from fxprec.numerics.births import dense
 from fxprec.numerics.counting import Counting
-from fxprec.numerics.kept import kept
 from fxprec.numerics.magnitudes import Magnitudes, Tally
-from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
+from fxprec.numerics.problem import Batch, Loss, Problem, kept, not_in_inference_mode, under
 from fxprec.numerics.range_table import Range, Ranges, flushed_of, percent, power, tightest_first
-from fxprec.numerics.step import dense
-from fxprec.numerics.trial import under
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.gradients import few, local

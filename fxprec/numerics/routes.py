@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.inspection.nodes import short_paths, source_line
-from fxprec.numerics.kept import kept
+from fxprec.numerics.problem import kept
 from fxprec.passes.graph.annotations import module_path
 from fxprec.tape.attribution import observe
 from fxprec.tape.operation import OpOrigin

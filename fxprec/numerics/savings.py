@@ -29,8 +29,7 @@ from fxprec.inspection.nodes import places
 from fxprec.model.module import conversion_of
 from fxprec.numerics.cures import LOW, overridden, readers
 from fxprec.numerics.ledger import Ledger, Row
-from fxprec.numerics.problem import Batch, Problem
-from fxprec.numerics.trial import converted_anew
+from fxprec.numerics.problem import Batch, Problem, converted_anew
 from fxprec.passes.graph.annotations import notes, weight_path
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.ops.table import facts_of

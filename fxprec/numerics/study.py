@@ -15,11 +15,10 @@ from fxprec.inspection.nodes import op_name, places
 from fxprec.model.module import conversion_of
 from fxprec.numerics.audit import InputErrors, NotFiniteError, ledger_of
 from fxprec.numerics.fewer_lines import Words, in_fewer_lines, overridden
-from fxprec.numerics.kept import kept as unchanged
 from fxprec.numerics.ledger import Ledger
 from fxprec.numerics.locate import keep_finite
-from fxprec.numerics.problem import Batch, Problem
-from fxprec.numerics.trial import under
+from fxprec.numerics.problem import Batch, Problem, under
+from fxprec.numerics.problem import kept as unchanged
 from fxprec.numerics.tuned import Line
 from fxprec.passes.context import Context
 from fxprec.passes.decide import decide

@@ -17,10 +17,8 @@ from torch import nn
 from fxprec.errors import ConversionError
 from fxprec.model.module import conversion_of
 from fxprec.numerics.audit import ledger_of
-from fxprec.numerics.kept import kept
-from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
+from fxprec.numerics.problem import Batch, Loss, Problem, kept, not_in_inference_mode, under
 from fxprec.numerics.study import Study
-from fxprec.numerics.trial import under
 from fxprec.numerics.tuned import Figures, Tuned
 from fxprec.passes.costs.device_costs import DeviceCosts
 from fxprec.passes.placement.budget import cheapest_within, most_exact_within

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from fxprec.capture.pytrees import leaves_of
 from fxprec.capture.untouched import RandomState
 from fxprec.model.method_names import MethodName
-from fxprec.numerics.births import Source
-from fxprec.numerics.kept import kept
-from fxprec.numerics.step import Results, TrainingStep, gradients_of, is_finite
+from fxprec.numerics.births import Source, is_finite
+from fxprec.numerics.problem import gradients_of, kept
+from fxprec.numerics.step import Results, TrainingStep
 from fxprec.numerics.watching.seen_call import SeenCall, floats
 from fxprec.torch_internals import foreach_copy_, sequence_number, tree_flatten, tree_unflatten
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fxprec.numerics.births import first_of
+from fxprec.numerics.births import dense, first_of
 from fxprec.numerics.finding import Finding
-from fxprec.numerics.step import dense
 from fxprec.passes.graph.text import dtype_name
 
 #: State of which optimizers divide by the root, or by itself, and add ``eps``.

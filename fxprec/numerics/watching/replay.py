@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.optim import Optimizer
 
+from fxprec.numerics.births import is_finite
 from fxprec.numerics.locate import fault_of
-from fxprec.numerics.step import is_finite
 from fxprec.numerics.watching.kept_call import KeptCall, KeptStep
 from fxprec.numerics.watching.trip import Trip
 

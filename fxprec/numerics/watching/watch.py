@@ -21,8 +21,7 @@ from fxprec.model.conversion import Conversion
 from fxprec.model.entry_point import EntryPoint
 from fxprec.model.module import conversion_of
 from fxprec.numerics.finding import Finding
-from fxprec.numerics.kept import kept
-from fxprec.numerics.problem import Problem
+from fxprec.numerics.problem import Problem, kept
 from fxprec.numerics.watching.hold import Hold, is_scaled, skips_on_device
 from fxprec.numerics.watching.kept_call import KeptCall
 from fxprec.numerics.watching.replay import WatchedStep, is_finite_unscaled, outputs_alone, trip_of

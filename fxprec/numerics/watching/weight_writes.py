@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from fxprec.numerics.births import is_finite
 from fxprec.numerics.finding import Finding
-from fxprec.numerics.step import is_finite
 from fxprec.numerics.watching.optimizer_fault import fault_of_optimizer
 from fxprec.scaling.gradients import few, parameters_of
 
