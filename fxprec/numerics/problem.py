@@ -1,4 +1,4 @@
-"""Ask something of a converted model, on checked batches, and leave it as it was; or ask a copy under other settings."""
+"""Ask something of a converted model, on checked batches, and leave it as it was; or ask a copy of it."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fxprec.numerics.births import is_finite
+from fxprec.numerics.finding import Trip
 from fxprec.numerics.locate import fault_of
 from fxprec.numerics.watching.kept_call import KeptCall, KeptStep
-from fxprec.numerics.watching.trip import Trip
 
 
 @dataclass(slots=True)
