@@ -13,15 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from fxprec.inspection.nodes import op_name, places, short_paths, source_line
+from fxprec.inspection.nodes import op_name, places
 from fxprec.inspection.subject import subject_of
 from fxprec.model.module import conversion_of
 from fxprec.numerics.alternatives import Alternatives, sized
 from fxprec.numerics.births import Swallow
 from fxprec.numerics.ledger import GradientError, Ledger, OpPart, Row, Sample, ordered
-from fxprec.numerics.own_way import OwnWay, own_way
 from fxprec.numerics.problem import Batch, Loss, Problem, kept, not_in_inference_mode
-from fxprec.numerics.routes import Routes
+from fxprec.numerics.routes import OwnWay, Routes, own_way
 from fxprec.numerics.savings import MEASURED, with_savings
 from fxprec.numerics.step import compared
 from fxprec.passes.graph.annotations import module_path, notes
@@ -29,7 +28,7 @@ from fxprec.passes.graph.text import dtype_name
 from fxprec.tape.adjoint import ErrorTerm, measured, opened, terms
 from fxprec.tape.memory import TensorPlace, difference
 from fxprec.tape.operation import OpOrigin
-from fxprec.tape.recorder import Decision, OpRecorder, record
+from fxprec.tape.recorder import Decision, OpRecorder, line_of, record
 from fxprec.tape.vjp import inner
 
 #: Of the error: what stands in a bend for want of a derivative and is less is not remarked on.
@@ -462,8 +461,8 @@ class _LedgerBuilder:
 
 def _row(entry: _Entry, total: float, alternatives: Alternatives, nodes: Mapping[tuple[int, str], Node]) -> Row:
     origin, node = entry.origin, entry.origin.node
-    module, op, compute, why = "", origin.name, "", "outside of the graphs: in the loss, or under torch.autocast"
-    source = short_paths(origin.source)
+    why = "outside of the graphs: in the loss, or under torch.autocast"
+    module, op, compute, source = "", origin.name, "", line_of(origin)
     if origin.name == _PYTHON:
         source = origin.source
         why = "the run's numbers, and the way that Python took by them, where the reference has its own"
@@ -471,7 +470,7 @@ def _row(entry: _Entry, total: float, alternatives: Alternatives, nodes: Mapping
         module, op, why = origin.name.rpartition(".")[0], "shadow", "the low copy of a weight"
     elif node is not None:
         precision = notes(node).precision
-        module, op, why, source = module_path(node), op_name(node), precision.why, source_line(node)
+        module, op, why = module_path(node), op_name(node), precision.why
         compute = dtype_name(precision.compute) if precision.compute is not None else ""
     parts = [OpPart(name, *sums) for name, sums in entry.parts.items()]
     place = nodes.get((origin.graph, origin.name), node)

@@ -28,7 +28,7 @@ from torch.fx import Node
 
 from fxprec.errors import FxprecError
 from fxprec.inspection.layers import fold
-from fxprec.inspection.nodes import is_own_code, op_name, short_paths, source_line
+from fxprec.inspection.nodes import is_own_code, op_name, source_line
 from fxprec.model.module import conversion_of
 from fxprec.numerics.births import Birth, Source
 from fxprec.numerics.overrides import LOW, Words, in_fp32, is_view, near_by, readers
@@ -40,6 +40,7 @@ from fxprec.passes.ops.table import facts_of
 from fxprec.passes.policy.policy import Policy
 from fxprec.settings import Settings
 from fxprec.tape.attribution import NodeOf
+from fxprec.tape.recorder import line_of
 from fxprec.torch_internals import tree_map_only
 
 #: Copies of a model that are converted and run in search of a cure.
@@ -121,9 +122,9 @@ def policy_cure(step: TrainingStep, birth: Birth, fails_in_fp32: bool) -> Cure |
 
 def code_cure(step: TrainingStep, birth: Birth) -> str:
     """Return how to write the op at which a value came to be that FP32 has not either: code, and why in a comment."""
-    node, op = birth.origin.node, _canonical(birth)
+    op = _canonical(birth)
     row = facts_of(op)
-    source = source_line(node) if node is not None else short_paths(birth.origin.source)
+    source = line_of(birth.origin)
     at = f"in place of {op}" + (f" ({source})" if source else "")
     if birth.kind == "overflow" and not (row.guard and row.exponential) and not _is_users_cast(birth):
         clamps = clamped_lines(step, birth)

@@ -11,7 +11,6 @@ from fxprec.inspection.layers import fold
 from fxprec.inspection.subject import Subject
 from fxprec.inspection.text import columns, plain, stacked, titled
 from fxprec.numerics.alternatives import Alternative
-from fxprec.numerics.routes import Route
 from fxprec.tape.recorder import Decision
 
 if TYPE_CHECKING:
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
 
 #: Rows that are printed.
 _SHOWN: Final = 10
+#: Causes of a flip that are printed.
+_SHOWN_CAUSES: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,57 @@ class GradientError(NamedTuple):
     def relative(self) -> float:
         """Error over norm; inf where the reference's gradient is 0."""
         return self.error / self.norm if self.norm else math.inf if self.error else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Rounding that alone flips elements of a decision.
+
+    Attributes:
+        node, kind, graph: as of a row of the ledger: its row has the same.
+        flipped: how many elements.
+    """
+
+    node: str
+    kind: Literal["node", "weight", "outside"]
+    graph: int
+    flipped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Op that decided otherwise than the reference: it read floats, and gave indices or a mask.
+
+    Attributes:
+        node: name of the node; of the op outside of the graphs.
+        graph, module, source: as of a row of the ledger.
+        op: of torch: ``aten::topk``.
+        flipped: how many elements are others than in the reference, of all batches.
+        count: how many there are.
+        causes: roundings that flip some of them alone, most first. Flips that an earlier one made are counted likewise.
+        by_none: elements that no rounding flips alone: several together do. Of each it must be known.
+    """
+
+    node: str
+    graph: int
+    module: str
+    source: str
+    op: str
+    flipped: int
+    count: int
+    causes: tuple[Cause, ...]
+    by_none: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        where = self.node + (f" ({self.source})" if self.source else "")
+        alone = [f"{cause.node} {cause.flipped}" for cause in self.causes[:_SHOWN_CAUSES]]
+        alone += [f"{len(self.causes) - _SHOWN_CAUSES} more"] if len(self.causes) > _SHOWN_CAUSES else []
+        causes = "; ".join([f"alone flip: {', '.join(alone)}"] * bool(alone) + [f"by none alone {self.by_none}"])
+        return f"{where} decides {self.flipped} of {self.count} elements otherwise than the reference; {causes}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,8 +218,7 @@ class OpRecorder(Attribution):
         exact = tree_map_only(Tensor, lambda x: self.memory.exact(self.memory.place(x)), (args, kwargs))
         reference = function(*exact[0], **exact[1])
         if reference != low and not (reference != reference and low != low):
-            source = origin.source if origin.node is None else source_line(origin.node)
-            self.decisions.append(Decision(short_paths(source), low, reference))
+            self.decisions.append(Decision(line_of(origin), low, reference))
         return reference if self.decides else low
 
     def _inputs(self, read: Sequence[Any]) -> dict[TensorPlace, int]:
@@ -302,3 +301,8 @@ def record(
     recorder = OpRecorder(reference, model, rounded, decides)
     result = observe(model, recorder, run, opened)
     return None if result is None else (recorder, *result)
+
+
+def line_of(origin: OpOrigin) -> str:
+    """Return the line of the user's code that an op belongs to, ``model.py:12``."""
+    return short_paths(origin.source) if origin.node is None else source_line(origin.node)

@@ -90,7 +90,7 @@ class Slow:
         self.ticks, self.now = ticks, 0
         monkeypatch.setattr(module, "OnHost", self)
         monkeypatch.setattr(module, "reading_waits", lambda device: True)
-        monkeypatch.setattr("fxprec.numerics.watching.step_numbers.reading_waits", lambda device: True)
+        monkeypatch.setattr("fxprec.numerics.watching.verdicts.reading_waits", lambda device: True)
 
     def of(self, values: Tensor) -> OnHost:
         comes = self.now + self.ticks
