@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from fxprec.inspection.figures import Activations, Weights, count, size_text
-from fxprec.inspection.layers import folded
 from fxprec.inspection.rehearsal import HeldMemory, Rehearsal, Traffic
-from fxprec.inspection.text import columns, plain, titled
+from fxprec.inspection.text import columns, folded, plain, titled
 from fxprec.model.net import RUNS_AS_TOLD, RUNS_FP32
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from fxprec.inspection.measured import subject_of
 from fxprec.inspection.nodes import op_name, places
-from fxprec.inspection.subject import subject_of
+from fxprec.inspection.prices import Prices, sized
 from fxprec.model.module import conversion_of
-from fxprec.numerics.alternatives import Alternatives, sized
 from fxprec.numerics.births import Swallow
 from fxprec.numerics.ledger import GradientError, Ledger, OpPart, Row, Sample, ordered
 from fxprec.numerics.problem import Batch, Loss, Problem, kept, not_in_inference_mode
@@ -163,7 +163,7 @@ def ledger_of(
     if reference is None:
         reference = torch.float64 if settings.device == "cpu" else torch.float32
     wants = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in problem.model.parameters())
-    builder = _LedgerBuilder(Alternatives(settings, wants))
+    builder = _LedgerBuilder(Prices(settings, wants))
     for batch in batches:
         run = functools.partial(_run, problem, batch, gradients)
         own: OwnWay | None = None
@@ -330,8 +330,8 @@ class _Entry:
 class _LedgerBuilder:
     """Ledger in the making: rows that grow while batches come in."""
 
-    def __init__(self, alternatives: Alternatives) -> None:
-        self._alternatives = alternatives
+    def __init__(self, prices: Prices) -> None:
+        self._prices = prices
         self.target: Literal["loss", "outputs"] = "loss"
         self._entries: dict[OpOrigin, _Entry] = {}
         self._samples: list[Sample] = []
@@ -439,7 +439,7 @@ class _LedgerBuilder:
         total = sum(entry.squares for entry in self._entries.values())
         nodes = {(number, place.name): place.node for number, gm in enumerate(graphs) for place in places(number, gm)}
         with sized(nodes, self._sizes):
-            rows = [_row(entry, total, self._alternatives, nodes) for entry in self._entries.values()]
+            rows = [_row(entry, total, self._prices, nodes) for entry in self._entries.values()]
         samples = tuple(self._samples)
         # A missing derivative is worth a remark only where errors of some size meet it.
         least = _NOTABLE * sum(abs(sample.measured) for sample in samples)
@@ -459,7 +459,7 @@ class _LedgerBuilder:
         )  # fmt: skip
 
 
-def _row(entry: _Entry, total: float, alternatives: Alternatives, nodes: Mapping[tuple[int, str], Node]) -> Row:
+def _row(entry: _Entry, total: float, prices: Prices, nodes: Mapping[tuple[int, str], Node]) -> Row:
     origin, node = entry.origin, entry.origin.node
     why = "outside of the graphs: in the loss, or under torch.autocast"
     module, op, compute, source = "", origin.name, "", line_of(origin)
@@ -478,5 +478,5 @@ def _row(entry: _Entry, total: float, alternatives: Alternatives, nodes: Mapping
         origin.name, origin.kind, origin.graph, origin.backward, module, op, compute, source, why, entry.rounding,
         entry.bend, entry.squares, entry.lost, entry.size, entry.squares / total if total else 0.0,
         tuple(parts) if len(parts) > 1 else (),
-        None if place is None or origin.kind != "node" else alternatives.of(place),
+        None if place is None or origin.kind != "node" else prices.other(place),
     )  # fmt: skip

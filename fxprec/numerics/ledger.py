@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from fxprec.inspection.layers import fold
-from fxprec.inspection.subject import Subject
-from fxprec.inspection.text import columns, plain, stacked, titled
-from fxprec.numerics.alternatives import Alternative
+from fxprec.inspection.measured import Subject
+from fxprec.inspection.prices import Alternative
+from fxprec.inspection.text import columns, fold, plain, stacked, titled
 from fxprec.tape.recorder import Decision
 
 if TYPE_CHECKING:

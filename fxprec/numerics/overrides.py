@@ -19,7 +19,7 @@ from typing import Final, TypeAlias
 import torch
 from torch.fx import Node
 
-from fxprec.inspection.layers import fold
+from fxprec.inspection.text import fold
 from fxprec.passes.graph.annotations import Rule, module_path, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.ops.table import facts_of

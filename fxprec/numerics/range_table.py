@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 
-from fxprec.inspection.layers import fold
-from fxprec.inspection.subject import Subject
-from fxprec.inspection.text import columns, plain, stacked, titled
+from fxprec.inspection.measured import Subject
+from fxprec.inspection.text import columns, fold, plain, stacked, titled
 from fxprec.numerics.magnitudes import Magnitudes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.arguments import LARGEST_SCALE, SMALLEST_SCALE

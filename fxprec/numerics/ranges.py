@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.errors import FxprecError
+from fxprec.inspection.measured import subject_of
 from fxprec.inspection.nodes import op_name, short_paths
-from fxprec.inspection.subject import subject_of
 from fxprec.model.module import conversion_of
 from fxprec.numerics.births import dense
 from fxprec.numerics.magnitudes import Magnitudes, Tally, all_finite, as_floats, can_count

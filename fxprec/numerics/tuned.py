@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fxprec.inspection.figures import count
-from fxprec.inspection.layers import folded
-from fxprec.inspection.text import columns, plain, stacked, titled
+from fxprec.inspection.text import columns, folded, plain, stacked, titled
 from fxprec.passes.policy.policy import Policy
 
 if TYPE_CHECKING:
