@@ -340,9 +340,7 @@ def _headline(
         declined=tuple(dict.fromkeys(what for section in sections for what in section.declined)),
         methods=conversion.settings.methods if conversion else (),
         not_named=tuple(_not_named(model, conversion)) if conversion else (),
-        risks=tuple(risks_of(conversion, (row.op for row in computing if row.compute == low), graphs))
-        if conversion
-        else (),
+        risks=tuple(risks_of(conversion, lowered, graphs)) if conversion else (),
         other_mode=other_mode,
         other_calls=other_calls,
         packed=_packed(conversion, graphs) if conversion else "",

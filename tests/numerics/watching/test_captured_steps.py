@@ -20,7 +20,7 @@ import captured_tools as tools
 import fxprec
 from fxprec.numerics import watch
 from fxprec.scaling.on_host import OnHost
-from fxprec.whole_step.watched import KeptIteration
+from fxprec.whole_step.put_back import KeptIteration
 
 OPTIMIZERS, batches, recorder, same = tools.OPTIMIZERS, tools.batches, tools.recorder, tools.same
 F16, BF16 = torch.float16, torch.bfloat16
