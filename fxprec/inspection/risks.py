@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from fxprec.inspection.figures import count
 from fxprec.inspection.nodes import NamedNode, op_name, places, source_line
+from fxprec.inspection.text import few
 from fxprec.model.conversion import Conversion
 from fxprec.passes.graph.annotations import Rule, notes
 from fxprec.passes.graph.text import dtype_name, shown_dtype
@@ -74,8 +75,7 @@ def lost_constants(places: Iterable[NamedNode], low: torch.dtype) -> Iterator[st
                 ] = None
     for text, lines in found.items():
         named = [line for line in lines if line]
-        more = f" and {len(named) - _LINES} more" if len(named) > _LINES else ""
-        yield f"{text}: {', '.join(named[:_LINES])}{more}" if named else text
+        yield f"{text}: {few(named, _LINES)}" if named else text
 
 
 def _is_low(node: Node, low: torch.dtype) -> bool:

@@ -12,8 +12,8 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -130,6 +130,23 @@ def unfold(pattern: str, numbers: Iterable[Numbers]) -> Iterator[str]:
         yield "".join(itertools.chain(*zip(texts, [*ranges, ""], strict=True)))
 
 
+def layers_together(
+    rows: Iterable[Any], facts: Callable[[Any], tuple[object, ...]]
+) -> Iterator[tuple[str, str, list[Any]]]:
+    """Yield the rows of a table whose layers repeat, together: a name with their number, the folded module, the rows.
+
+    Args:
+        rows: of a ledger or of ranges.
+        facts: what they must agree in besides.
+    """
+    groups: dict[tuple[Any, ...], list[Any]] = {}
+    for row in rows:
+        name = fold(row.node) if row.kind == "weight" else row.op if row.kind == "node" else row.node
+        groups.setdefault((name, fold(row.module), row.kind, row.op, *facts(row)), []).append(row)
+    for (name, module, *_), group in groups.items():
+        yield name + (f" ({len(group)} of them)" if len(group) > 1 else ""), module, group
+
+
 def folded(paths: Iterable[str]) -> list[str]:
     """Return few names for paths, in the order in which they come first: ``["blocks.0-11.mlp", "head"]``."""
     alike: dict[str, list[Numbers]] = {}
@@ -176,6 +193,11 @@ def without_figures(why: str) -> str:
     return _FIGURE.sub(lambda figure: "''" if figure[0].startswith("'") else "#", why)
 
 
+def few(names: Sequence[str], most: int) -> str:
+    """List the first names, and how many more there are: ``a, b and 3 more``."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def in_one(whys: Sequence[str]) -> str:
     """Join reasons that differ in figures only."""
     figures = zip(*(_FIGURE.findall(why) for why in whys), strict=True)
@@ -191,7 +213,6 @@ def _together(figures: Sequence[str]) -> str:
     if figures[0].startswith("'"):
         names = [name[1:-1] for name in different]
         names = names if any("*" in name for name in names) else folded(names)
-        more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-        return ", ".join(f"'{name}'" for name in names[:_SHOWN_NAMES]) + more
+        return few([f"'{name}'" for name in names], _SHOWN_NAMES)
     ordered = sorted(different, key=lambda figure: math.prod(map(float, figure.split("x"))))
     return f"{ordered[0]} to {ordered[-1]}"

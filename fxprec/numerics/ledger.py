@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from fxprec.inspection.measured import Subject
 from fxprec.inspection.prices import Alternative
-from fxprec.inspection.text import columns, fold, plain, stacked, titled
+from fxprec.inspection.text import columns, layers_together, plain, stacked, titled
 from fxprec.tape.recorder import Decision
 
 if TYPE_CHECKING:
@@ -239,11 +239,7 @@ class Ledger:
 
     def folded(self) -> Ledger:
         """Return the ledger with repeated layers as one: ``blocks.0.mlp`` and ``blocks.1.mlp`` are ``blocks.*.mlp``."""
-        groups: dict[tuple[Any, ...], list[Row]] = {}
-        for row in self.rows:
-            name = fold(row.node) if row.kind == "weight" else row.op if row.kind == "node" else row.node
-            groups.setdefault((name, row.kind, row.backward, fold(row.module), row.op, row.compute), []).append(row)
-        rows = [_together(key[0], key[3], group) for key, group in groups.items()]
+        rows = [_together(*each) for each in layers_together(self.rows, lambda row: (row.backward, row.compute))]
         # A folded row stands for several nodes: a page could not lay it over the graph.
         return replace(self, rows=ordered(rows, len(self.samples)), subject=None)
 
@@ -343,9 +339,8 @@ def ordered(rows: Iterable[Row], batches: int) -> tuple[Row, ...]:
 
 def _together(name: str, module: str, rows: list[Row]) -> Row:
     first = rows[0]
-    count = f" ({len(rows)} of them)" if len(rows) > 1 else ""
     return Row(
-        name + count, first.kind, first.graph, first.backward, module, first.op, first.compute, first.source, first.why,
+        name, first.kind, first.graph, first.backward, module, first.op, first.compute, first.source, first.why,
         sum(row.rounding for row in rows), sum(row.bend for row in rows), sum(row.squares for row in rows),
         sum(row.lost for row in rows), sum(row.size for row in rows), sum(row.share for row in rows),
     )  # fmt: skip

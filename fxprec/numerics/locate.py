@@ -95,9 +95,6 @@ class _BatchStep(TrainingStep):
     problem: Problem
     batch: Batch
 
-    def at(self, scale: float) -> TrainingStep:
-        return replace(self, scale=scale)
-
     def on(self, model: nn.Module) -> TrainingStep:
         return replace(self, model=model, problem=replace(self.problem, model=model))
 

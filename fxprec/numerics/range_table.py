@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import torch
 
 from fxprec.inspection.measured import Subject
-from fxprec.inspection.text import columns, fold, plain, stacked, titled
+from fxprec.inspection.text import columns, layers_together, plain, stacked, titled
 from fxprec.numerics.magnitudes import Magnitudes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.arguments import LARGEST_SCALE, SMALLEST_SCALE
@@ -188,11 +188,7 @@ class Ranges:
 
     def folded(self) -> Ranges:
         """Return the table with repeated layers as one: ``blocks.0.mlp`` and ``blocks.1.mlp`` are ``blocks.*.mlp``."""
-        groups: dict[tuple[Any, ...], list[Range]] = {}
-        for row in self.rows:
-            name = fold(row.node) if row.kind == "weight" else row.op if row.kind == "node" else row.node
-            groups.setdefault((name, row.kind, row.phase, fold(row.module), row.op, row.dtype), []).append(row)
-        rows = [_together(key[0], key[3], group) for key, group in groups.items()]
+        rows = [_together(*each) for each in layers_together(self.rows, lambda row: (row.phase, row.dtype))]
         return replace(self, rows=tightest_first(rows), subject=None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -267,10 +263,9 @@ def _finite(value: float) -> float | None:
 
 
 def _together(name: str, module: str, rows: list[Range]) -> Range:
-    count = f" ({len(rows)} of them)" if len(rows) > 1 else ""
     wide = None if any(row.wide is None for row in rows) else sum((row.wide for row in rows if row.wide), Magnitudes())
     values = sum((row.values for row in rows), Magnitudes())
-    return replace(rows[0], node=name + count, module=module, values=values, wide=wide)
+    return replace(rows[0], node=name, module=module, values=values, wide=wide)
 
 
 _F16: Final = torch.finfo(torch.float16)

@@ -445,13 +445,13 @@ class TrainingStep(ABC):
     model: nn.Module
     scale: float
 
-    @abstractmethod
     def at(self, scale: float) -> TrainingStep:
         """Return the step at another loss scale."""
+        return replace(self, scale=scale)
 
-    @abstractmethod
     def on(self, model: nn.Module) -> TrainingStep:
         """Return the step of a copy of the model."""
+        return replace(self, model=model)
 
     @abstractmethod
     def run(self) -> Results:

@@ -232,12 +232,6 @@ class KeptStep(TrainingStep):
     call: KeptCall
     made_at: float
 
-    def at(self, scale: float) -> TrainingStep:
-        return replace(self, scale=scale)
-
-    def on(self, model: nn.Module) -> TrainingStep:
-        return replace(self, model=model)
-
     def run(self) -> Results:
         call = self.call
         with torch.enable_grad():
