@@ -32,7 +32,7 @@ from fxprec.passes.ops.table import facts_of
 from fxprec.passes.placement.op_costs import OpCosts, Price
 from fxprec.passes.placement.sites import site_of
 from fxprec.settings import Settings
-from fxprec.tape.recorder import Size
+from fxprec.tape.memory import Size
 
 #: Sizes, or what the op costs, are not known.
 UNKNOWN: Final = -1.0

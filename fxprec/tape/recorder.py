@@ -18,7 +18,7 @@ from fxprec.inspection.nodes import short_paths, source_line
 from fxprec.model.module import conversion_of
 from fxprec.passes.graph.annotations import nested
 from fxprec.tape.attribution import Attribution, NodeOf, observe, written_by
-from fxprec.tape.memory import Memory, TensorPlace
+from fxprec.tape.memory import Memory, Size, TensorPlace
 from fxprec.tape.operation import Operation, OpOrigin, full_fp32, is_place
 from fxprec.torch_internals import (
     aten_foreach_copy_,
@@ -36,19 +36,6 @@ _RESIZES: Final = frozenset(
     for packet in (torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.set_)
     for name in packet.overloads()
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Shape of a tensor, and whether gradients flow through it."""
-
-    shape: tuple[int, ...]
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, value: object) -> Size | None:
-        """Return the size of a tensor; None for anything else."""
-        return cls(tuple(value.shape), value.requires_grad) if isinstance(value, Tensor) else None
 
 
 @dataclass(frozen=True, slots=True)
