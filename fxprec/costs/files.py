@@ -47,6 +47,17 @@ _PRODUCTS: Final = frozenset(Work) - {Work.STREAM, Work.ROW, Work.POINTWISE, Wor
 #: Work in a low dtype that a CPU which converts it does in the time of one unit of FP32 work.
 _EMULATED: Final = 0.6
 
+#: Seconds of a launch from Python: of a product, of a convolution, of fused attention, of a pointwise op or a cast.
+_LAUNCH: Final = {"product": 8e-6, "convolution": 15e-6, "attention": 20e-6, "pointwise": 5e-6}
+#: A convolution's share of the rate of products; of few channels: of the bytes' rate, FLOP a byte.
+_CONVOLUTION: Final = 0.7
+_THIN: Final = 4.0
+_KINDS: Final[Mapping[BFloat16Units, str]] = {
+    "amx": "with AMX", "other": "with bfloat16 units", "converted": "with AVX-512 without bfloat16 units, an estimate",
+    "none": "without bfloat16 units",
+}  # fmt: skip
+_NO_SPACE: Final = str.maketrans("", "", " \n")
+
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
@@ -61,11 +72,6 @@ class _Rates:
 
 _HOPPER: Final = _Rates(full=45, low=650, attention_full=25, attention_low=450, bytes=3.0)
 _AMPERE: Final = _Rates(full=15, low=220, attention_full=9, attention_low=150, bytes=1.3)
-#: Seconds of a launch from Python: of a product, of a convolution, of fused attention, of a pointwise op or a cast.
-_LAUNCH: Final = {"product": 8e-6, "convolution": 15e-6, "attention": 20e-6, "pointwise": 5e-6}
-#: A convolution's share of the rate of products; of few channels: of the bytes' rate, FLOP a byte.
-_CONVOLUTION: Final = 0.7
-_THIN: Final = 4.0
 
 
 def shipped(device: str, name: str, threads: int, units: BFloat16Units) -> DeviceCosts:
@@ -82,12 +88,6 @@ def shipped(device: str, name: str, threads: int, units: BFloat16Units) -> Devic
         rates, kind = (_HOPPER, "H100 and H200") if hopper else (_AMPERE, "A100")
         return DeviceCosts(device, name, 0, f"shipped for {kind}, an estimate", _gpu(rates))
     return DeviceCosts(device, name, threads, f"shipped for CPUs {_KINDS[units]}", _cpu(threads, units))
-
-
-_KINDS: Final[Mapping[BFloat16Units, str]] = {
-    "amx": "with AMX", "other": "with bfloat16 units", "converted": "with AVX-512 without bfloat16 units, an estimate",
-    "none": "without bfloat16 units",
-}  # fmt: skip
 
 
 def _cpu(threads: int, units: BFloat16Units) -> dict[torch.dtype, dict[Work, Curve]]:
@@ -202,9 +202,6 @@ def write(costs: DeviceCosts, path: Path) -> None:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
-
-
-_NO_SPACE: Final = str.maketrans("", "", " \n")
 
 
 def _text(costs: DeviceCosts) -> str:

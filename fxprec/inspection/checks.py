@@ -24,6 +24,12 @@ from fxprec.programs.program import Executor, Program, lift, without_autocast
 from fxprec.tape.attribution import NodeByNode, NodeOf
 from fxprec.torch_internals import OpMode, aten_foreach_copy_, aten_to_copy, current_autograd_node, view_base
 
+_VIEWS: Final = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "AliasBackward0"})
+#: The error may be that many times what rounding the inputs and the result costs by itself.
+_LIMIT: Final = 2.0
+#: Rules under which an op is given something else than low inputs; None: what arrives.
+_GIVEN: Final[dict[Rule, torch.dtype | None]] = {Rule.FULL: torch.float32, Rule.KEEP: None}
+
 
 def assert_annotations_hold(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Run rewritten graphs node by node and compare the dtype of every float value with its annotation.
@@ -87,9 +93,6 @@ def _checking_lift(ran: list[str]) -> Callable[..., Program]:
         return replace(program, function=without_autocast(_checking(program.gm, ran).run, device))
 
     return cast("Callable[..., Program]", checking)
-
-
-_VIEWS: Final = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "AliasBackward0"})
 
 
 @dataclass
@@ -174,12 +177,6 @@ def _leads_to_parameter(node: Any) -> bool:
         if node.name() not in _VIEWS:
             return False
     return False
-
-
-#: The error may be that many times what rounding the inputs and the result costs by itself.
-_LIMIT: Final = 2.0
-#: Rules under which an op is given something else than low inputs; None: what arrives.
-_GIVEN: Final[dict[Rule, torch.dtype | None]] = {Rule.FULL: torch.float32, Rule.KEEP: None}
 
 
 def assert_rule_holds(

@@ -21,6 +21,8 @@ from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.table import rule_of
 
+REGION_COLUMNS: Final = ("region", "nodes", "path", "why", "kernels", "bytes moved", "x bound")
+
 
 @dataclass(frozen=True, slots=True)
 class Activations:
@@ -159,9 +161,6 @@ def size_text(size: int) -> str:
 def count(number: int, noun: str) -> str:
     """Write a number with its noun: ``1 cast``, ``2 casts``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-REGION_COLUMNS: Final = ("region", "nodes", "path", "why", "kernels", "bytes moved", "x bound")
 
 
 @dataclass(frozen=True, slots=True)

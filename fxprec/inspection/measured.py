@@ -19,6 +19,9 @@ from fxprec.model.conversion import Conversion
 from fxprec.model.module import conversion_of
 from fxprec.passes.graph.text import dtype_name, shown_dtype
 
+#: In the order in which the script of the page reads them.
+_SHARES: Final = ("zeros", "saturated", "flushed", "flushed_in_float16")
+
 
 @dataclass(frozen=True, slots=True)
 class Subject:
@@ -83,10 +86,6 @@ def settings_line(conversion: Conversion | None) -> str:
 def told(compute: str, output: str) -> str:
     """Write the dtypes of a node: ``computes float32, puts out bfloat16``."""
     return f"computes {compute}, puts out {output}" if compute != "-" else f"puts out {output}"
-
-
-#: In the order in which the script of the page reads them.
-_SHARES: Final = ("zeros", "saturated", "flushed", "flushed_in_float16")
 
 
 class Measured(Protocol):

@@ -43,6 +43,8 @@ from fxprec.torch_internals import OpMode, aten_to_copy, storage_key
 
 _LOW: Final = (torch.float16, torch.bfloat16)
 
+_NO_SHAPES: Final = "unknown without shapes: give convert(model, example_inputs=...)"
+
 
 class WeightCopy(NamedTuple):
     """Cast of a weight that is alive when the forward has ended.
@@ -276,9 +278,6 @@ class _Player(Interpreter):
 
     def _inner(self, gm: GraphModule) -> _Player:
         return _Player(gm, self._mode, self._counting, self._casts, within=True)
-
-
-_NO_SHAPES: Final = "unknown without shapes: give convert(model, example_inputs=...)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,16 @@ _ADVICE: Final = re.compile(
 
 _STYLES: Final = {"float16": "green", "bfloat16": "green", "float32": "yellow", "cast": "magenta"}
 
+_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+#: The numbers in a path: ``blocks.3.experts.0`` has (3, 0).
+Numbers = tuple[int, ...]
+#: A quoted name, a size as ``64x128``, or a number that is no part of a word.
+_FIGURE: Final = re.compile(
+    r"(?<!\w)'[^']*'(?!\w)|(?<![\w.])\d+(?:x\d+)+(?!\w)|(?<![\w.+-])[+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.])"
+)
+#: Names that are told.
+_SHOWN_NAMES: Final = 3
+
 
 def clause_of(error: BaseException) -> str:
     """Return an exception as one clause for a line of a report: ``RuntimeError: sizes 3 and 4 do not match``.
@@ -107,12 +117,6 @@ def plain(renderable: RenderableType) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))
 
 
-_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
-
-#: The numbers in a path: ``blocks.3.experts.0`` has (3, 0).
-Numbers = tuple[int, ...]
-
-
 def fold(path: str) -> str:
     """Return the path with ``*`` for each number."""
     return _NUMBER.sub("*", path)
@@ -178,14 +182,6 @@ def _ranges(numbers: tuple[int, ...]) -> str:
         else:
             runs.append([number])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-#: A quoted name, a size as ``64x128``, or a number that is no part of a word.
-_FIGURE: Final = re.compile(
-    r"(?<!\w)'[^']*'(?!\w)|(?<![\w.])\d+(?:x\d+)+(?!\w)|(?<![\w.+-])[+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.])"
-)
-#: Names that are told.
-_SHOWN_NAMES: Final = 3
 
 
 def without_figures(why: str) -> str:

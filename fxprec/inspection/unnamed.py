@@ -60,6 +60,19 @@ _KEEP: Final = frozenset(
 #: Python's own functions that call what they are given.
 _CALL_IT: Final = frozenset({"map", "filter"})
 
+#: As often is the source gone through, and as long are the chains that a name may stand for: ``child = child.next`` in
+#: a loop would never end.
+_ROUNDS: Final = 4
+_LONGEST: Final = 8
+_OF_MODULES: Final = frozenset(dir(nn.Module)) - {"forward", "__call__"}
+_NOTHING: Final = frozenset({"EXTENDED_ARG", "CACHE", "PRECALL", "PUSH_NULL", "NOP", "COPY_FREE_VARS", "KW_NAMES"})
+#: What takes a submodule and calls nothing: it is returned, kept, or asked for.
+_NO_USE: Final = frozenset({"RETURN_VALUE", "STORE_ATTR", "IS_OP", "COMPARE_OP", "CONTAINS_OP", "POP_TOP"})
+#: So the names of methods begin that change a module and give nothing back, such as timm's initializers.
+_CHANGES: Final = ("set_", "init", "reset_", "fix_", "enable_", "disable_", "freeze", "load_", "save_")
+#: Modules of torch's whose weights may have several dimensions, and are no factor of a product.
+_NO_PRODUCTS: Final = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
+
 
 @dataclass(frozen=True, slots=True)
 class SourceUses:
@@ -71,12 +84,6 @@ class SourceUses:
 
     called: tuple[Chain, ...]
     multiplied: tuple[Chain, ...]
-
-
-#: As often is the source gone through, and as long are the chains that a name may stand for: ``child = child.next`` in
-#: a loop would never end.
-_ROUNDS: Final = 4
-_LONGEST: Final = 8
 
 
 def uses_in_source(code: CodeType) -> SourceUses | None:
@@ -250,15 +257,6 @@ def resolve(owner: nn.Module, chain: Chain) -> tuple[nn.Module, Chain, Chain]:
     return owner, tuple(path), ()
 
 
-_OF_MODULES: Final = frozenset(dir(nn.Module)) - {"forward", "__call__"}
-_NOTHING: Final = frozenset({"EXTENDED_ARG", "CACHE", "PRECALL", "PUSH_NULL", "NOP", "COPY_FREE_VARS", "KW_NAMES"})
-#: What takes a submodule and calls nothing: it is returned, kept, or asked for.
-_NO_USE: Final = frozenset({"RETURN_VALUE", "STORE_ATTR", "IS_OP", "COMPARE_OP", "CONTAINS_OP", "POP_TOP"})
-
-#: So the names of methods begin that change a module and give nothing back, such as timm's initializers.
-_CHANGES: Final = ("set_", "init", "reset_", "fix_", "enable_", "disable_", "freeze", "load_", "save_")
-
-
 @dataclass(frozen=True, slots=True)
 class Unnamed:
     """Method that calls children and was not named.
@@ -297,9 +295,6 @@ class _Read(NamedTuple):
     gives: bool
     code: CodeType
 
-
-#: Modules of torch's whose weights may have several dimensions, and are no factor of a product.
-_NO_PRODUCTS: Final = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
 
 #: Method -> what it reads of its object, of the methods that the user's classes define.
 _Methods = dict[str, list[_Read]]

@@ -29,6 +29,21 @@ from fxprec.torch_internals import storage_key, tree_leaves, tree_unflatten
 
 Kind = Literal["overflow", "invalid", "underflow", "came in", "meant"]
 
+#: Ops that do not read what stood where they write.
+_OVERWRITES: Final = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
+#: Smaller ones are no mask's: no sum of a few of them overflows in float16.
+_LEAST: Final = 1e4
+_FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+#: Ops that write a number of the model's as it is.
+_FILLS: Final = frozenset({
+    "aten::masked_fill", "aten::masked_fill_", "aten::where", "aten::full", "aten::full_like", "aten::new_full",
+    "aten::fill", "aten::fill_", "aten::scalar_tensor", "aten::scatter", "aten::scatter_", "aten::index_fill",
+    "aten::index_fill_", "aten::constant_pad_nd", "aten::clamp", "aten::clamp_", "aten::clamp_min", "aten::clamp_max",
+})  # fmt: skip
+_SCALINGS: Final = frozenset({"aten::mul", "aten::mul_", "aten::div", "aten::div_"})
+#: Element by element, beside what torch marks as such.
+_COPIES: Final = frozenset({"aten::_to_copy", "aten::clone", "aten::copy", "aten::copy_"})
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -43,10 +58,6 @@ class Source:
     phase: Literal["input", "weight", "buffer", "loss"]
     name: str
     master: Tensor | None = None
-
-
-#: Ops that do not read what stood where they write.
-_OVERWRITES: Final = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,20 +271,6 @@ def first_of(bad: Tensor) -> tuple[int, ...]:
 
 def share_of(bad: Tensor) -> float:
     return int(bad.sum()) / bad.numel()
-
-
-#: Smaller ones are no mask's: no sum of a few of them overflows in float16.
-_LEAST: Final = 1e4
-_FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-#: Ops that write a number of the model's as it is.
-_FILLS: Final = frozenset({
-    "aten::masked_fill", "aten::masked_fill_", "aten::where", "aten::full", "aten::full_like", "aten::new_full",
-    "aten::fill", "aten::fill_", "aten::scalar_tensor", "aten::scatter", "aten::scatter_", "aten::index_fill",
-    "aten::index_fill_", "aten::constant_pad_nd", "aten::clamp", "aten::clamp_", "aten::clamp_min", "aten::clamp_max",
-})  # fmt: skip
-_SCALINGS: Final = frozenset({"aten::mul", "aten::mul_", "aten::div", "aten::div_"})
-#: Element by element, beside what torch marks as such.
-_COPIES: Final = frozenset({"aten::_to_copy", "aten::clone", "aten::copy", "aten::copy_"})
 
 
 class Masks:

@@ -27,6 +27,18 @@ _SHOWN: Final = 10
 #: The smallest values of a row may be so many of it, before ``Range.margin`` counts from them.
 _FEW: Final = 0.01
 
+_F16: Final = torch.finfo(torch.float16)
+#: Bits that the largest safe scale leaves to the largest gradient.
+_HEADROOM: Final = 2
+#: Bits that the largest value of the forward must have left in float16: training moves it.
+_ROOM: Final = 1
+#: Of the gradients so many more may become 0 at a useful scale than at the largest safe one.
+_MORE: Final = 0.001
+#: Of all gradients so many may become 0 in float16.
+_FLUSHED: Final = 0.01
+#: Where this share of one value, or of one parameter's gradient, becomes 0, it is lost.
+_LOST: Final = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -266,19 +278,6 @@ def _together(name: str, module: str, rows: list[Range]) -> Range:
     wide = None if any(row.wide is None for row in rows) else sum((row.wide for row in rows if row.wide), Magnitudes())
     values = sum((row.values for row in rows), Magnitudes())
     return replace(rows[0], node=name, module=module, values=values, wide=wide)
-
-
-_F16: Final = torch.finfo(torch.float16)
-#: Bits that the largest safe scale leaves to the largest gradient.
-_HEADROOM: Final = 2
-#: Bits that the largest value of the forward must have left in float16: training moves it.
-_ROOM: Final = 1
-#: Of the gradients so many more may become 0 at a useful scale than at the largest safe one.
-_MORE: Final = 0.001
-#: Of all gradients so many may become 0 in float16.
-_FLUSHED: Final = 0.01
-#: Where this share of one value, or of one parameter's gradient, becomes 0, it is lost.
-_LOST: Final = 0.5
 
 
 class Advice(NamedTuple):

@@ -32,6 +32,9 @@ from fxprec.tape.operation import Operation, OpOrigin
 from fxprec.tape.recorder import OpRecorder, line_of, record
 from fxprec.tape.replay import ForwardRecorder, Replay, ReplayStep
 
+#: Runs that capture graphs of the other way, before that is given up.
+_MOST_CAPTURES: Final = 8
+
 
 @dataclass(slots=True)
 class _Flips:
@@ -113,10 +116,6 @@ def _route(origin: OpOrigin, op: str, flips: _Flips) -> Route:
         causes=tuple(Cause(each.name, each.kind, each.graph, count) for each, count in causes if count),
         by_none=flips.by_none,
     )
-
-
-#: Runs that capture graphs of the other way, before that is given up.
-_MOST_CAPTURES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)

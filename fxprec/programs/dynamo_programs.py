@@ -30,6 +30,10 @@ from fxprec.shadows import ShadowStore
 #: Whether each of the modules in one is training.
 Modes = tuple[bool, ...]
 
+#: Ways of sharing memory that have a program of their own each; one that serves them all comes next.
+_MOST: Final = 8
+_Picker = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+
 
 def modes_of(module: nn.Module) -> Modes:
     """Return the modes of a module and of all in it. (What TorchScript froze has none.)"""
@@ -109,12 +113,6 @@ class Ran(threading.local):
         """A graph ran; ``calls``: None where nobody knows it any more."""
         if self._runs is not None and calls is not None:
             self._runs.append((calls, (), ()) if calls.looked_at else (calls, inputs, results))
-
-
-#: Ways of sharing memory that have a program of their own each; one that serves them all comes next.
-_MOST: Final = 8
-
-_Picker = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

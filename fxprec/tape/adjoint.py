@@ -38,6 +38,10 @@ from fxprec.tape.recorder import OpRecorder
 from fxprec.tape.vjp import Inputs, OpResult, inner, pull
 from fxprec.torch_internals import tree_unflatten
 
+#: The op that a region's forward kernel is for a dispatch mode.
+_FORWARD: Final = "fxprec::region_forward"
+REST: Final = "kernel, rest"
+
 
 @dataclass(frozen=True, slots=True)
 class ErrorTerm:
@@ -173,11 +177,6 @@ class _AdjointWalk:
             flat.index_add_(0, index.flatten(), gradient.flatten())
         else:
             place.of(flat).add_(gradient)
-
-
-#: The op that a region's forward kernel is for a dispatch mode.
-_FORWARD: Final = "fxprec::region_forward"
-REST: Final = "kernel, rest"
 
 
 def opened(term: ErrorTerm, memory: Memory) -> dict[str, float] | None:

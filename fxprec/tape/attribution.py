@@ -31,6 +31,16 @@ from fxprec.programs.program import Program, without_autocast
 from fxprec.tape.operation import OpOrigin
 from fxprec.torch_internals import OpMode, current_autograd_node, sequence_number
 
+#: Told before a program runs: path in the model -> shadow, of its low weights.
+Begin = Callable[[dict[str, Tensor]], None]
+_PLAIN: Final = (Tensor, torch.nn.Parameter)
+#: Writes that a schema does not say: name of the op -> positions of the arguments.
+_UNSAID: Final = {
+    "aten::native_batch_norm": (3, 4),
+    "aten::cudnn_batch_norm": (3, 4),
+    "aten::miopen_batch_norm": (3, 4),
+}
+
 
 class NodeOf(NamedTuple):
     """Node of a model's graphs.
@@ -50,8 +60,6 @@ class NodeOf(NamedTuple):
 
 #: Runs a node by calling the function, and gives what that gives.
 Look = Callable[[NodeOf, Callable[[], Any]], Any]
-#: Told before a program runs: path in the model -> shadow, of its low weights.
-Begin = Callable[[dict[str, Tensor]], None]
 
 
 def inputs_of(node: Node) -> list[Node]:
@@ -149,15 +157,6 @@ class _Runs(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self._interpreter.run(*args)
-
-
-_PLAIN: Final = (Tensor, torch.nn.Parameter)
-#: Writes that a schema does not say: name of the op -> positions of the arguments.
-_UNSAID: Final = {
-    "aten::native_batch_norm": (3, 4),
-    "aten::cudnn_batch_norm": (3, 4),
-    "aten::miopen_batch_norm": (3, 4),
-}
 
 
 class Attribution(OpMode):

@@ -21,16 +21,17 @@ _aten = torch.ops.aten
 #: What an op with dropout of its own, such as attention or an RNN, calls its probability.
 _PROBABILITIES: Final = ("dropout_p", "dropout")
 
-
-def _fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    """Take FP32's ``eps`` where none is given, as the run computes in FP32: float64's would be another function."""
-    return _aten._fused_rms_norm(x, shape, weight, torch.finfo(torch.float32).eps if eps is None else eps)
-
-
 #: With fewer there is little to gain.
 _CHANNELS: Final = 8
 #: Images are taken together until a product has so many columns.
 _COLUMNS: Final = 64
+#: The mode of ``mkldnn_rnn_layer`` that is an LSTM: the only one that torch calls.
+_LSTM: Final = 2
+
+
+def _fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    """Take FP32's ``eps`` where none is given, as the run computes in FP32: float64's would be another function."""
+    return _aten._fused_rms_norm(x, shape, weight, torch.finfo(torch.float32).eps if eps is None else eps)
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
@@ -79,10 +80,6 @@ def _rrelu_with_noise(
     slope = drawn[1] if training else (lower + upper) / 2
     noise.copy_(drawn[1])
     return torch.where(x <= 0, x * slope, x)
-
-
-#: The mode of ``mkldnn_rnn_layer`` that is an LSTM: the only one that torch calls.
-_LSTM: Final = 2
 
 
 class _LstmStep(NamedTuple):

@@ -20,6 +20,18 @@ from fxprec.tape.exact_ops import DRAWN, EXACT, draws
 from fxprec.tape.memory import TensorPlace
 from fxprec.torch_internals import aten_to_copy, decomposition_of, tree_leaves, tree_unflatten
 
+_cudnn: Any = torch.backends.cudnn
+_mkldnn: Any = torch.backends.mkldnn
+#: What has a precision of its own for FP32, https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere
+_BACKENDS: Final[tuple[Any, ...]] = (
+    torch.backends.cuda.matmul, _cudnn.conv, _cudnn.rnn, _mkldnn.matmul, _mkldnn.conv, _mkldnn.rnn,
+)  # fmt: skip
+#: "none": a backend's own, which is that of FP32.
+_FULL: Final = ("ieee", "none")
+_COPIES: Final = (aten_to_copy, torch.ops.aten.clone.default)
+#: Given a place, and whether the op writes there: the tensor to call the op with.
+Read = Callable[[TensorPlace, bool], Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class OpOrigin:
@@ -43,16 +55,6 @@ class OpOrigin:
     node: Node | None = field(default=None, compare=False, repr=False)
 
 
-_cudnn: Any = torch.backends.cudnn
-_mkldnn: Any = torch.backends.mkldnn
-#: What has a precision of its own for FP32, https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere
-_BACKENDS: Final[tuple[Any, ...]] = (
-    torch.backends.cuda.matmul, _cudnn.conv, _cudnn.rnn, _mkldnn.matmul, _mkldnn.conv, _mkldnn.rnn,
-)  # fmt: skip
-#: "none": a backend's own, which is that of FP32.
-_FULL: Final = ("ieee", "none")
-
-
 @contextlib.contextmanager
 def full_fp32() -> Iterator[None]:
     """Compute matrix products, convolutions and RNNs of FP32 tensors in FP32 while the context lasts, on all devices.
@@ -67,11 +69,6 @@ def full_fp32() -> Iterator[None]:
     finally:
         for backend, precision in changed:
             backend.fp32_precision = precision
-
-
-_COPIES: Final = (aten_to_copy, torch.ops.aten.clone.default)
-#: Given a place, and whether the op writes there: the tensor to call the op with.
-Read = Callable[[TensorPlace, bool], Tensor]
 
 
 def is_place(leaf: object) -> bool:

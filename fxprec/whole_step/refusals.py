@@ -20,6 +20,25 @@ from fxprec.scaling.gradients import dtensor_type, parameters_of
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.whole_step.iteration import Iteration
 
+#: What torch and CUDA say -> what it comes from.
+_CAUSES: Final = {
+    "synchroniz|stream is capturing|StreamCaptureUnsupported|not permitted": (
+        "it waits for the device, which a graph cannot: .item(), .cpu(), print, a boolean mask, torch.nonzero, `if` on "
+        "a tensor, or a tensor made from Python numbers on the device. Compute with tensors (torch.where), make "
+        "constants once, before, or do it after the step on what it returns"
+    ),
+    "legacy stream|StreamCaptureImplicit|AccumulateGrad|StreamCaptureIsolation|uncaptured": (
+        "it reaches work of another stream: most likely a loss or an output of an earlier iteration is still alive, "
+        "and the autograd graph with it. Delete it (del loss), and call capture_step again"
+    ),
+    "out of memory": "a graph keeps its memory, and while it is captured there are copies of weights and states",
+    "generator|rng_state|RNG": (
+        "it sets or reads the state of a random number generator, which a graph cannot (activation checkpointing: "
+        "preserve_rng_state=False)"
+    ),
+}
+_PACKAGES: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
 
 def check_types(iteration: Iteration) -> None:
     """Raise TypeError for what is no model, optimizer, scaler or loss function."""
@@ -162,27 +181,6 @@ def _instead(optimizer: Optimizer) -> str:
         if isinstance(optimizer, cls):
             return f"fxprec.optim.{cls.__name__}, or torch.optim.{cls.__name__}(..., fused=True)"
     return "an optimizer of fxprec.optim, or a fused one of torch's (Adam, AdamW, SGD)"
-
-
-#: What torch and CUDA say -> what it comes from.
-_CAUSES: Final = {
-    "synchroniz|stream is capturing|StreamCaptureUnsupported|not permitted": (
-        "it waits for the device, which a graph cannot: .item(), .cpu(), print, a boolean mask, torch.nonzero, `if` on "
-        "a tensor, or a tensor made from Python numbers on the device. Compute with tensors (torch.where), make "
-        "constants once, before, or do it after the step on what it returns"
-    ),
-    "legacy stream|StreamCaptureImplicit|AccumulateGrad|StreamCaptureIsolation|uncaptured": (
-        "it reaches work of another stream: most likely a loss or an output of an earlier iteration is still alive, "
-        "and the autograd graph with it. Delete it (del loss), and call capture_step again"
-    ),
-    "out of memory": "a graph keeps its memory, and while it is captured there are copies of weights and states",
-    "generator|rng_state|RNG": (
-        "it sets or reads the state of a random number generator, which a graph cannot (activation checkpointing: "
-        "preserve_rng_state=False)"
-    ),
-}
-
-_PACKAGES: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 @contextmanager

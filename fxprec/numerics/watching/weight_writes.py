@@ -27,6 +27,11 @@ from fxprec.scaling.gradients import few, parameters_of
 _CURE: Final = "load a checkpoint from before; "
 _version: Final = operator.attrgetter("_version")
 
+#: State of which optimizers divide by the root, or by itself, and add ``eps``.
+_DIVISORS: Final = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")
+#: torch's own.
+_EPS: Final = 1e-8
+
 
 class WeightWrites:
     """Writes to the weights of a model, which are read once when this is made.
@@ -99,12 +104,6 @@ class WeightWrites:
 
 def _is_bad(parameter: Tensor) -> bool:
     return not (is_lazy(parameter) or is_finite(parameter.detach()))
-
-
-#: State of which optimizers divide by the root, or by itself, and add ``eps``.
-_DIVISORS: Final = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")
-#: torch's own.
-_EPS: Final = 1e-8
 
 
 def fault_of_optimizer(
