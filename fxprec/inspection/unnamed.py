@@ -414,7 +414,7 @@ def _methods(cls: type, reads_of: Callable[[CodeType], list[_Read]]) -> _Methods
 
 
 def _reached(methods: _Methods, name: str, stop: Collection[str] = ()) -> list[str]:
-    """The methods that this one calls on its own object, itself too; forward and ``stop`` are other entries."""
+    """Return the methods that this one calls on its own object, itself too; forward and ``stop`` are other entries."""
     reached = [name] if name in methods else []
     for each in reached:
         for read in methods[each]:
@@ -425,7 +425,7 @@ def _reached(methods: _Methods, name: str, stop: Collection[str] = ()) -> list[s
 
 
 def _child(module: nn.Module, read: _Read, methods_of: Callable[[type], _Methods]) -> str | None:
-    """The path of the submodule, or of its method, that is called or whose weight goes into what the method gives."""
+    """Return the submodule, or method of it, that is called, or whose weight goes into what the method gives."""
     owner: Any = module
     path: list[str] = []
     for number, name in enumerate(read.names):
@@ -467,7 +467,7 @@ def _gives(code: CodeType) -> bool:
 
 
 def _chains(code: CodeType, self_name: str = "") -> Iterator[tuple[tuple[str, ...], str]]:
-    """Every ``self.a.b`` of the code and of the functions within, with the instruction that comes after all loads."""
+    """Yield each ``self.a.b`` of the code and of functions within, with the instruction that comes after all loads."""
     self_name = self_name or (code.co_varnames[0] if code.co_argcount else "")
     waiting: list[list[str]] = []
     chain: list[str] | None = None

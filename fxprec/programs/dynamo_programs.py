@@ -65,11 +65,11 @@ class Calls:
 
     @classmethod
     def of(cls, gm: GraphModule, part: str) -> Calls:
-        """``gm``: before it is rewritten."""
+        """Make it for a graph; ``gm``: before it is rewritten."""
         return cls(part, tuple(map(Placeholder.of, gm.graph.find_nodes(op="placeholder"))))
 
     def note_mode(self, module: nn.Module, closely: bool) -> None:
-        """A call of this module ran it; ``closely``: the modes of those in it may have changed, and not its own."""
+        """Note a call of this module that ran it; ``closely``: modes of those in it may have changed, not its own."""
         if closely or module.training is not self._training:
             self._training = module.training
             self.modes.add(modes_of(module))
@@ -97,7 +97,7 @@ class Ran(threading.local):
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[list[_Run]]:
-        """The list, during one call."""
+        """Yield the list of graphs that run during one call."""
         before, self._runs = self._runs, []
         try:
             yield self._runs
@@ -110,7 +110,7 @@ class Ran(threading.local):
         return id(calls) not in self._in_the_last
 
     def append(self, calls: Calls | None, inputs: Sequence[Any], results: Sequence[Any]) -> None:
-        """A graph ran; ``calls``: None where nobody knows it any more."""
+        """Note a graph that ran; ``calls``: None where nobody knows it any more."""
         if self._runs is not None and calls is not None:
             self._runs.append((calls, (), ()) if calls.looked_at else (calls, inputs, results))
 
@@ -137,10 +137,19 @@ class ArgumentProgram:
     def of(
         cls, program: Program, positions: Arguments, arguments: Sequence[Any], any_memory: bool, calls: Calls
     ) -> ArgumentProgram:
-        """``arguments``: those that the graph was rewritten for; ``any_memory``: it is right however they lie."""
+        """Find a program's arguments among dynamo's.
+
+        Args:
+            program: that was made.
+            positions: of weights and inputs among dynamo's arguments.
+            arguments: those that the graph was rewritten for.
+            any_memory: it is right however they lie.
+            calls: that ran it.
+        """
         read = (program.low, program.plain, (*program.low, *program.watched))
         low, plain, watched = (_picker([positions.weights[name] for name in names]) for names in read)
         inputs, given = _picker(positions.inputs), tuple(arguments)
+        # Only a program that writes to its arguments can be wrong for others that share memory otherwise.
         memory = None
         if program.writes and not any_memory:
             memory = SharedMemory(watched(given), constants_of(program.gm), inputs(given))
@@ -183,7 +192,7 @@ class ProgramsByMemory:
         self._gm, self._rewrite, self._programs = gm, rewrite, [first]
 
     def serving(self, arguments: tuple[Any, ...]) -> ArgumentProgram:
-        """The program for arguments that share memory as these do."""
+        """Return the program for arguments that share memory as these do."""
         if self._gm is None:
             return self._programs[0]
         found = next((each for each in self._programs if each.serves(arguments)), None)
@@ -196,7 +205,7 @@ class ProgramsByMemory:
 
 
 def _picker(positions: Sequence[int]) -> _Picker:
-    """``itemgetter``, but for none or one position a tuple too."""
+    """Return ``itemgetter``, but one that gives a tuple for none or one position, too."""
     if len(positions) > 1:
         return itemgetter(*positions)
     return lambda arguments: tuple([arguments[position] for position in positions])
