@@ -29,8 +29,9 @@ from torch import Tensor
 
 import fxprec
 from benchmarks.measure.interleaved import fastest
+from fxprec.costs.calibration import as_loop
 from fxprec.costs.files import costs_of, read, shipped_for_here
-from fxprec.costs.loop_cases import as_loop, why_no_loops
+from fxprec.kernels.cpu.compiled_attention import why_not
 from fxprec.kernels.rows.program.prices import LoopPrices
 from fxprec.kernels.rows.run.gains import seconds
 
@@ -163,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--costs", type=pathlib.Path, metavar="FILE", help="prices to go by")
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    if why := why_no_loops():
+    if why := why_not():
         console.print(f"no loops here: {why}", highlight=False)
         return 1
     costs = costs_of("cpu") if options.costs is None else read(options.costs)

@@ -43,9 +43,8 @@ from benchmarks.workloads.models import MLP, Decoder, Llama, ViT
 from benchmarks.workloads.training import named
 from fxprec.model.module import conversion_of
 from fxprec.numerics.audit import ledger_of
-from fxprec.numerics.problem import Problem
-from fxprec.numerics.study import Study
-from fxprec.numerics.trial import under
+from fxprec.numerics.problem import Problem, under
+from fxprec.numerics.tune import Study
 from fxprec.passes.costs.device_costs import Curve, DeviceCosts, Work
 from fxprec.passes.placement.budget import cheapest_within, most_exact_within
 from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff

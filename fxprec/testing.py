@@ -25,8 +25,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from fxprec.inspection.annotations import assert_annotations_hold
-from fxprec.inspection.cast_count import CastCount, count_casts
+from fxprec.inspection.checks import CastCount, assert_annotations_hold, assert_rule_holds, count_casts
 from fxprec.inspection.nodes import (
     NamedNode,
     is_inserted,
@@ -37,7 +36,6 @@ from fxprec.inspection.nodes import (
     select,
     source_line,
 )
-from fxprec.inspection.rule_check import assert_rule_holds
 from fxprec.model.module import conversion_of
 from fxprec.passes.graph import text
 from fxprec.passes.graph.annotations import Precision, notes

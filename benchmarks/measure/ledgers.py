@@ -27,8 +27,7 @@ from benchmarks.reports.ledger import Cost, Place, Planted, Sum, Variances
 from benchmarks.workloads.subjects import Subject
 from fxprec.numerics import Ledger, audit
 from fxprec.numerics.problem import Batch
-from fxprec.tape.attribution import Attribution
-from fxprec.tape.nodes import NodeOf
+from fxprec.tape.attribution import Attribution, NodeOf
 
 __all__ = ["BITS", "added_up", "planted", "predicted", "rounded"]
 

@@ -14,8 +14,8 @@ from fxprec.command_line.waiting import Waiting
 from fxprec.command_line.written import add_json, tell
 from fxprec.costs.calibration import calibrate
 from fxprec.costs.files import costs_of, path_of, write
-from fxprec.costs.loop_cases import why_no_loops
 from fxprec.inspection.text import columns, plain, titled
+from fxprec.kernels.cpu.compiled_attention import why_not
 from fxprec.passes.costs.device_costs import DeviceCosts, Work, time_text
 from fxprec.passes.graph.text import dtype_name
 
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace, waiting: Waiting) -> int:
     waiting.say("measuring")
     costs = calibrate(device, quick=options.quick)
     tell(options, costs, _table(costs))
-    if device == "cpu" and (why := why_no_loops()):
+    if device == "cpu" and (why := why_not()):
         print(f"compiled loops were not measured: {why}. Shipped costs serve for them", file=sys.stderr)
     path = options.output or path_of(device)
     try:

@@ -1,4 +1,18 @@
-"""Keep device costs, one JSON file a machine, and choose those that serve a conversion: these or shipped ones."""
+"""Keep device costs, one JSON file a machine, and choose those that serve a conversion: these, or shipped ones.
+
+Shipped are three measured CPUs, and estimates for the rest:
+
+- A CPU with AMX, whose tiles multiply bfloat16: an Intel Xeon; another one with bfloat16 units: an AMD EPYC 9005
+  (Zen 5, AVX512-BF16), but what compiled loops are priced by is an EPYC 9004's (Zen 4). Both torch 2.13, measured with
+  one thread and with two (``costs/*.json``, the fastest of three runs of ``python -m fxprec calibrate``). More threads
+  are taken to do 0.85 times as much more work each in the same time, while a call costs the same.
+- A CPU without bfloat16 units and without AVX-512, as most laptops have: an AMD EPYC 7003 (Zen 3, AVX2 alone), on which
+  bfloat16 products take 2 to 23 times FP32's time, but for products of one row, which wait for memory: 0.4 to 0.7.
+- A CPU with AVX-512 and without bfloat16 units: an estimate. FP32 as on the EPYC 9005; oneDNN converts the operands of
+  products in a low dtype, which takes longer.
+- A100, and H100 or H200: estimates from the published rates at usual efficiencies, FP32 products without TF32, and the
+  usual cost of a launch from Python. Sources: NVIDIA's data sheets; 60 to 80 % of the peak where shapes are good.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +22,115 @@ import os
 import platform
 import re
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from fxprec.costs.shipped import shipped
 from fxprec.errors import ServiceWarning
-from fxprec.kernels.cpu.processor import bfloat16_units, cpuinfo, instruction_limit
+from fxprec.kernels.cpu.processor import BFloat16Units, bfloat16_units, cpuinfo, instruction_limit
 from fxprec.kernels.launch.cache_folder import cache_folder
-from fxprec.passes.costs.device_costs import DeviceCosts
+from fxprec.passes.costs.device_costs import ATTENTION_WAYS, LOOPS, Curve, DeviceCosts, Work
+
+_FILE: Final[Mapping[BFloat16Units, str]] = {
+    "amx": "xeon-amx", "other": "epyc-9005", "converted": "epyc-9005", "none": "avx2",
+}  # fmt: skip
+#: Threads of the CPUs that were measured -> how their files end.
+_THREADS: Final = {1: "1-thread", 2: "2-threads"}
+_THREAD: Final = 0.85
+_OTHER_WAYS: Final = frozenset(chain(*ATTENTION_WAYS.values()))
+_PRODUCTS: Final = frozenset(Work) - {Work.STREAM, Work.ROW, Work.POINTWISE, Work.CAST} - _OTHER_WAYS - LOOPS
+#: Work in a low dtype that a CPU which converts it does in the time of one unit of FP32 work.
+_EMULATED: Final = 0.6
+
+#: Seconds of a launch from Python: of a product, of a convolution, of fused attention, of a pointwise op or a cast.
+_LAUNCH: Final = {"product": 8e-6, "convolution": 15e-6, "attention": 20e-6, "pointwise": 5e-6}
+#: A convolution's share of the rate of products; of few channels: of the bytes' rate, FLOP a byte.
+_CONVOLUTION: Final = 0.7
+_THIN: Final = 4.0
+_KINDS: Final[Mapping[BFloat16Units, str]] = {
+    "amx": "with AMX", "other": "with bfloat16 units", "converted": "with AVX-512 without bfloat16 units, an estimate",
+    "none": "without bfloat16 units",
+}  # fmt: skip
+_NO_SPACE: Final = str.maketrans("", "", " \n")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """Rates of a GPU a second, in 1e12: FLOP of products in FP32 and low, of fused attention, bytes of memory."""
+
+    full: float
+    low: float
+    attention_full: float
+    attention_low: float
+    bytes: float
+
+
+_HOPPER: Final = _Rates(full=45, low=650, attention_full=25, attention_low=450, bytes=3.0)
+_AMPERE: Final = _Rates(full=15, low=220, attention_full=9, attention_low=150, bytes=1.3)
+
+
+def shipped(device: str, name: str, threads: int, units: BFloat16Units) -> DeviceCosts:
+    """Return the costs of the nearest class of device.
+
+    Args:
+        device: "cpu" or "cuda".
+        name: what the processor calls itself.
+        threads: of torch's, on a CPU.
+        units: how a CPU multiplies bfloat16.
+    """
+    if device == "cuda":
+        hopper = any(model in name for model in ("H100", "H200", "GH200", "H800", "H20"))
+        rates, kind = (_HOPPER, "H100 and H200") if hopper else (_AMPERE, "A100")
+        return DeviceCosts(device, name, 0, f"shipped for {kind}, an estimate", _gpu(rates))
+    return DeviceCosts(device, name, threads, f"shipped for CPUs {_KINDS[units]}", _cpu(threads, units))
+
+
+def _cpu(threads: int, units: BFloat16Units) -> dict[torch.dtype, dict[Work, Curve]]:
+    base = max(measured for measured in _THREADS if measured <= max(threads, 1))
+    curves = {dtype: {**of_work} for dtype, of_work in _measured(f"{_FILE[units]}-{_THREADS[base]}").curves.items()}
+    if units == "none":  # compiled loops want AVX-512, which torch may have where oneDNN is held to less
+        for dtype, of_work in _measured(f"{_FILE['other']}-{_THREADS[base]}").curves.items():
+            curves[dtype] |= {work: curve for work, curve in of_work.items() if work in LOOPS}
+    if units == "converted":
+        full = curves[torch.float32]
+        curves[torch.bfloat16] |= {work: full[work].faster(_EMULATED) for work in _PRODUCTS}
+        for work in _OTHER_WAYS:  # how these compare with torch's kernel there, nobody knows
+            curves[torch.bfloat16].pop(work, None)
+    factor = 1 + _THREAD * (threads / base - 1)
+    return {dtype: {work: curve.faster(factor) for work, curve in of.items()} for dtype, of in curves.items()}
+
+
+@functools.cache
+def _measured(name: str) -> DeviceCosts:
+    return DeviceCosts.from_dict(json.loads(files("fxprec").joinpath(f"costs/{name}.json").read_text(encoding="utf-8")))
+
+
+def _gpu(rates: _Rates) -> dict[torch.dtype, dict[Work, Curve]]:
+    low = _gpu_curves(rates.low, rates.attention_low, rates.bytes, 2)
+    low[Work.CAST] = Curve.linear(_LAUNCH["pointwise"], rates.bytes * 1e12 / 6)
+    full = _gpu_curves(rates.full, rates.attention_full, rates.bytes, 4)
+    return {torch.float32: full, torch.bfloat16: low, torch.float16: low}
+
+
+def _gpu_curves(products: float, attention: float, moved: float, itemsize: int) -> dict[Work, Curve]:
+    elements = moved * 1e12 / itemsize
+    convolutions = _CONVOLUTION * products * 1e12
+    return {
+        Work.MATMUL: Curve.linear(_LAUNCH["product"], products * 1e12),
+        Work.STREAM: Curve.linear(_LAUNCH["product"], elements),
+        Work.CONVOLUTION: Curve.linear(_LAUNCH["convolution"], convolutions),
+        Work.CONVOLUTION_BACKWARD: Curve.linear(2 * _LAUNCH["convolution"], convolutions / 2),
+        Work.THIN_CONVOLUTION: Curve.linear(_LAUNCH["convolution"], _THIN * elements),
+        Work.THIN_CONVOLUTION_BACKWARD: Curve.linear(2 * _LAUNCH["convolution"], _THIN * elements / 3),
+        Work.ATTENTION: Curve.linear(_LAUNCH["attention"], attention * 1e12),
+        Work.ATTENTION_BACKWARD: Curve.linear(2 * _LAUNCH["attention"], attention * 1e12 / 2.5),
+        Work.POINTWISE: Curve.linear(_LAUNCH["pointwise"], elements / 2),
+    }
 
 
 def costs_of(device: str, dtype: torch.dtype = torch.bfloat16) -> DeviceCosts:
@@ -89,9 +202,6 @@ def write(costs: DeviceCosts, path: Path) -> None:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
-
-
-_NO_SPACE: Final = str.maketrans("", "", " \n")
 
 
 def _text(costs: DeviceCosts) -> str:

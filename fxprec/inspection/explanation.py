@@ -11,7 +11,6 @@ from torch import nn
 from torch.fx import Node
 
 from fxprec.inspection.figures import count
-from fxprec.inspection.layers import fold, folded
 from fxprec.inspection.nodes import (
     NamedNode,
     captured_of,
@@ -25,6 +24,7 @@ from fxprec.inspection.nodes import (
     select,
     source_line,
 )
+from fxprec.inspection.text import fold, folded
 from fxprec.passes.graph.annotations import arg_nodes, module_path, notes, weight_path
 from fxprec.passes.graph.casts import cast_if_float
 from fxprec.passes.graph.text import dtype_name, shown_dtype

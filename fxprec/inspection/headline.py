@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from fxprec.inspection.figures import Activations, Weights, count, size_text
-from fxprec.inspection.layers import folded
 from fxprec.inspection.rehearsal import HeldMemory, Rehearsal, Traffic
-from fxprec.inspection.text import columns, plain, titled
+from fxprec.inspection.text import columns, few, folded, plain, titled
 from fxprec.model.net import RUNS_AS_TOLD, RUNS_FP32
 
 if TYPE_CHECKING:
@@ -63,8 +62,7 @@ def _place(name: str) -> str:
 def _places(modules: Sequence[str]) -> str:
     """Write where modules are: ``in encoder.0-3.norm``."""
     places = [_place(name) for name in folded(modules)]
-    more = f" and {len(places) - _PLACES} more" if len(places) > _PLACES else ""
-    return f"in {', '.join(places[:_PLACES])}{more}"
+    return f"in {few(places, _PLACES)}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -23,10 +23,10 @@ from typing import Final, TypeVar
 
 from torch import nn
 
-from fxprec.inspection.layers import fold, numbers_of, unfold
+from fxprec.inspection.measured import settings_line
 from fxprec.inspection.nodes import moves_data
 from fxprec.inspection.report import GraphReport, NodeRow, graph_reports, outside_of
-from fxprec.inspection.subject import settings_line
+from fxprec.inspection.text import fold, numbers_of, unfold
 from fxprec.model.module import conversion_of, is_converted
 
 _Texts = TypeVar("_Texts", str, tuple[str, str])

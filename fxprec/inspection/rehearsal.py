@@ -16,23 +16,268 @@ CUDA on every device. (On a CPU autocast lists fewer ops.)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
-from torch.fx import GraphModule
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils.checkpoint import checkpoint
 
-from fxprec.inspection.nodes import op_name
-from fxprec.inspection.rehearsed_run import RehearsedRun
+from fxprec.inspection.nodes import is_inserted, moves_data, op_name
 from fxprec.inspection.text import clause_of
+from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.kernels.torch_internals import FakeTensor
 from fxprec.model.captured import Captured
+from fxprec.passes.dtypes.fake_results import hint, quietly
+from fxprec.passes.graph.annotations import notes, weight_path
+from fxprec.passes.graph.subgraphs import attribute_of
 from fxprec.passes.torch_internals import FakeTensorMode
+from fxprec.programs.program import checkpointed
+from fxprec.torch_internals import OpMode, aten_to_copy, storage_key
+
+_LOW: Final = (torch.float16, torch.bfloat16)
 
 _NO_SHAPES: Final = "unknown without shapes: give convert(model, example_inputs=...)"
+
+
+class WeightCopy(NamedTuple):
+    """Cast of a weight that is alive when the forward has ended.
+
+    Attributes:
+        weight: the ``id`` of the real weight.
+        size: its bytes.
+        cached: whether autocast keeps it until its block ends, for whoever reads that weight next.
+    """
+
+    weight: int
+    size: int
+    cached: bool
+
+
+class RehearsedRun(OpMode):
+    """Dispatch mode that counts what one run of one graph casts, and what autograd keeps of it.
+
+    Attributes:
+        traffic: the casts that run.
+        results: casts of ours that give results of the graph their original dtype.
+        wider: nodes that are FP32 in ours, and low under autocast.
+        alive: the casts of weights that live at the end.
+        kept: bytes that autograd keeps besides weights, copies of them and inputs.
+        unsized: casts and kept tensors whose size depends on data: their bytes are not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traffic = Traffic()
+        self.results = self.kept = self.unsized = 0
+        self.wider: dict[Node, None] = {}
+        self.alive: list[WeightCopy] = []
+        self._weights: dict[int, Tensor] = {}
+        self._made: list[tuple[weakref.ref[Tensor], Tensor]] = []
+        self._saved: dict[int, int] = {}
+
+    @classmethod
+    def of(
+        cls,
+        captured: Captured,
+        mode: FakeTensorMode,
+        device: str,
+        low: torch.dtype,
+        autocast: bool = False,
+        lowered: bool = False,
+    ) -> RehearsedRun:
+        """Run the program of a graph.
+
+        Args:
+            captured: the graph.
+            mode: the fake mode of its values.
+            device, low: of the conversion.
+            autocast: as eager autocast runs it: FP32 weights, and no cast of the passes.
+            lowered: only under autocast: low weights are low since the conversion, and count as FP32 ones.
+        """
+        run = cls()
+        inputs = _Inputs(mode)
+        with quietly(inputs.mode), torch.set_grad_enabled(captured.training), contextlib.ExitStack() as block:
+            if autocast:
+                block.enter_context(torch.autocast(device, low))
+            run._play(captured, inputs, low, autocast, lowered)
+        return run
+
+    def _play(self, captured: Captured, inputs: _Inputs, low: torch.dtype, autocast: bool, lowered: bool) -> None:
+        program, weights, real = captured.program, _weights(captured.gm), {}
+
+        def fake(path: str, dtype: torch.dtype | None) -> Tensor:
+            value = weights[path]
+            if autocast:
+                dtype = torch.float32 if lowered and value.dtype is low else None
+            made = real.setdefault((id(value), dtype), inputs.weight(value, dtype))
+            self._weights[storage_key(made)] = value
+            return made
+
+        given = [fake(path, low) for path in program.low] + [fake(path, None) for path in program.plain]
+        placeholders = [*program.gm.graph.find_nodes(op="placeholder")]
+        given += [inputs.of(node) for node in placeholders[len(given) :]]
+        # Saved tensors are counted by storage: a view of one that is kept costs nothing.
+        with self, torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept):
+            outputs = _Player(program.gm, inputs.mode, self, casts=not autocast).run(*given)
+        self._finish([value for value in given if isinstance(value, Tensor)], autocast)
+        del outputs  # what autograd keeps lived as long as they
+
+    def _finish(self, given: Sequence[Tensor], autocast: bool) -> None:
+        """Sort what is alive into copies of weights and what else is kept for the backward."""
+        known = {storage_key(value) for value in given}
+        for reference, weight in self._made:
+            copy = reference()
+            if copy is not None and storage_key(copy) not in known:
+                known.add(storage_key(copy))
+                cached = autocast and weight.requires_grad
+                self.alive.append(WeightCopy(id(weight), self._sized(copy.untyped_storage().nbytes()), cached))
+        self.kept = sum(self._sized(size) for storage, size in self._saved.items() if storage not in known)
+
+    def _sized(self, size: Any) -> int:
+        """Return a size as it was when the graph was captured; 0 where it depends on data, which is counted."""
+        seen = hint(size)
+        self.unsized += seen is None
+        return seen or 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is aten_to_copy and args[0].is_floating_point() and result.is_floating_point():
+            if args[0].dtype is not result.dtype:
+                self._count(args[0], result)
+        return result
+
+    def _count(self, source: Tensor, result: Tensor) -> None:
+        size = self._sized(result.numel() * result.itemsize)
+        weight = self._weights.get(storage_key(source))
+        if weight is None:
+            self.traffic += Traffic(1, size)
+        else:
+            self.traffic += Traffic(0, 0, 1, size)
+            self._made.append((weakref.ref(result), weight))
+
+    def note(self, node: Node) -> None:
+        """Note a node that is FP32 in ours, and low under autocast, unless it only moves values."""
+        if node.op.startswith("call") and not moves_data(op_name(node)):
+            self.wider[node] = None
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self._saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+
+class _Inputs:
+    """Makes the fake tensors that a graph is run on, with the sizes that it was captured with.
+
+    A graph for any size has symbolic ones: they stand for what they were at the capture. Only a size that depends on
+    data (what ``nonzero`` found before a graph break) stays symbolic, as nobody knows it.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        shapes = mode.shape_env
+        self.mode = FakeTensorMode(shape_env=shapes and type(shapes)(), allow_non_fake_inputs=True)
+        self._unknown: dict[str, Any] = {}
+
+    def weight(self, value: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """Return a fake of a real weight, in another dtype perhaps."""
+        fake = torch.empty_like(self.mode.from_tensor(value, static_shapes=True), dtype=dtype, requires_grad=False)
+        return fake.requires_grad_(value.requires_grad)
+
+    def of(self, node: Node) -> Any:
+        """Return what a placeholder stands for."""
+        value = node.meta.get("val")
+        if not isinstance(value, FakeTensor):
+            return self._known(value)
+        sizes, strides = [*map(self._known, value.shape)], [*map(self._known, value.stride())]
+        like = {"dtype": value.dtype, "device": value.device}
+        if all(isinstance(each, int) for each in (*sizes, *strides)):
+            return torch.empty_strided(sizes, strides, **like).requires_grad_(value.requires_grad)
+        return torch.empty(sizes, **like).requires_grad_(value.requires_grad)
+
+    def _known(self, value: Any) -> Any:
+        """Return a symbolic number as the plain one that it was, or as a new symbol where it depends on data."""
+        if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return value
+        seen = value.node.hint if value.node.has_hint() else None
+        if isinstance(seen, int | float):
+            return seen
+        name, shapes = str(value.node.expr), self.mode.shape_env
+        if name not in self._unknown:
+            kind = {torch.SymInt: "symint", torch.SymFloat: "symfloat", torch.SymBool: "symbool"}[type(value)]
+            self._unknown[name] = getattr(shapes, f"create_unbacked_{kind}")()
+        return self._unknown[name]
+
+
+def _weights(gm: GraphModule) -> dict[str, Tensor]:
+    """Return, by path, the parameters and buffers that a graph reads."""
+    nodes = [node for node in gm.graph.find_nodes(op="get_attr") if notes(node).kind in ("parameter", "buffer")]
+    return {weight_path(node): attribute_of(node) for node in nodes}
+
+
+def _is_low(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype in _LOW
+
+
+class _Player(Interpreter):
+    """Interpreter of a graph, with its regions and checkpointed bodies, with or without the casts of the passes."""
+
+    def __init__(
+        self, gm: GraphModule, mode: FakeTensorMode, counting: RehearsedRun, casts: bool, within: bool = False
+    ) -> None:
+        super().__init__(gm)
+        self._mode, self._counting, self._casts, self._within = mode, counting, casts, within
+
+    def run_node(self, n: Node) -> Any:
+        # Under autocast the passes' casts are left out: autocast makes its own.
+        # The autocast side runs without our casts: each hands its input on.
+        if is_inserted(n) and not self._casts:
+            value, maker = self.fetch_args_kwargs_from_env(n)[0][0], n.all_input_nodes[0]
+            if notes(n).precision.output in _LOW and _is_low(value):
+                self._counting.note(maker)
+            return value
+        before = self._counting.traffic.casts
+        widened = not self._casts and any(map(self._is_widened, n.all_input_nodes))  # before their values are let go
+        result = super().run_node(n)
+        ran = self._counting.traffic.casts - before
+        if is_inserted(n):
+            self._counting.results += ran if any(user.op == "output" for user in n.users) and not self._within else 0
+        # An op that FP32 reached here without a cast there computes low under autocast.
+        elif widened and not ran:
+            self._counting.note(n)
+        return result
+
+    def _is_widened(self, source: Node) -> bool:
+        """Return whether a pass casts to FP32 here what is low under autocast."""
+        wide = is_inserted(source) and notes(source).precision.output is torch.float32
+        return wide and _is_low(self.env.get(source))
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return self._mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        called = self.fetch_attr(target)
+        if isinstance(called, FusedRegion):
+            reads = len(called.graph_module.graph.find_nodes(op="placeholder"))  # the seeds of dropouts come after them
+            results = self._inner(called.graph_module).run(*args[:reads])
+            return results[0] if called.single else results
+        return super().call_module(target, args, kwargs)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is checkpointed:
+            return checkpoint(self._inner(args[0]).run, *args[1:], use_reentrant=False)
+        return super().call_function(target, args, kwargs)
+
+    def _inner(self, gm: GraphModule) -> _Player:
+        return _Player(gm, self._mode, self._counting, self._casts, within=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +376,8 @@ def rehearse(
             what = "a graph" if len(ours) == len(autocast) else "eager autocast of a graph"
             return Rehearsal(unknown=f"unknown, as {what} does not run on fake tensors ({clause_of(error)})")
     return Rehearsal(
-        ours=_traffic(ours),
-        autocast=_traffic(autocast),
+        ours=sum((run.traffic for run in ours), Traffic()),
+        autocast=sum((run.traffic for run in autocast), Traffic()),
         memory=HeldMemory(held.weights, held.copies + _copies(ours), sum(run.kept for run in ours)),
         autocast_memory=HeldMemory(autocast_weights, _copies(autocast), sum(run.kept for run in autocast)),
         training=any(each.training for each in captured),
@@ -146,10 +391,6 @@ def _mode(gm: GraphModule) -> FakeTensorMode | None:
     """Return the fake mode of a graph's values; None where its shapes are not known."""
     values = (node.meta.get("val") for node in gm.graph.nodes)
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
-
-
-def _traffic(runs: Sequence[RehearsedRun]) -> Traffic:
-    return sum((Traffic(run.casts, run.cast_bytes, run.weight_casts, run.weight_bytes) for run in runs), Traffic())
 
 
 def _copies(runs: Sequence[RehearsedRun]) -> int:

@@ -18,10 +18,22 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxprec.inspection.constants import lost_constants
-from fxprec.inspection.figures import Activations, Weights, activations, bytes_of, count, size_text, weights
+from fxprec.inspection.figures import (
+    REGION_COLUMNS,
+    Activations,
+    RegionReport,
+    Weights,
+    activations,
+    bytes_of,
+    count,
+    region_cells,
+    region_line,
+    regions_of,
+    size_text,
+    weights,
+)
 from fxprec.inspection.headline import Headline, Stay
-from fxprec.inspection.measured import Measured, add_measured
+from fxprec.inspection.measured import Measured, Subject, add_measured, settings_line, told
 from fxprec.inspection.nodes import (
     NamedNode,
     captured_of,
@@ -37,12 +49,10 @@ from fxprec.inspection.nodes import (
     short_paths,
     source_line,
 )
-from fxprec.inspection.reasons import in_one, without_figures
-from fxprec.inspection.regions import REGION_COLUMNS, RegionReport, region_cells, region_line, regions_of
+from fxprec.inspection.prices import UNKNOWN, Prices
 from fxprec.inspection.rehearsal import HeldMemory, Rehearsal, rehearse
-from fxprec.inspection.subject import Subject, settings_line, told
-from fxprec.inspection.text import columns, plain, stacked, titled, without_advice
-from fxprec.inspection.times import UNKNOWN, Times
+from fxprec.inspection.risks import risks_of
+from fxprec.inspection.text import columns, in_one, plain, stacked, titled, without_advice, without_figures
 from fxprec.inspection.unnamed import unnamed_methods
 from fxprec.model.captured import Captured
 from fxprec.model.conversion import Conversion
@@ -58,8 +68,6 @@ if TYPE_CHECKING:
 
 #: Names of guarded values that are printed; ``GraphReport.guarded`` has all.
 _SHOWN: Final = 12
-#: Graphs that were captured and did not serve for long: as many are called a risk.
-_OFTEN: Final = 8
 _LOW: Final = frozenset({"float16", "bfloat16"})
 
 
@@ -272,8 +280,8 @@ def _sections(
         inputs = tuple(str(node.target) for node in gm.graph.find_nodes(op="placeholder"))
         # A bare graph has no conversion: nothing is known of its mode, guards or costs.
         known = captured.get(gm)
-        times = Times(conversion.settings, known.training) if conversion is not None and known is not None else None
-        rows = tuple(_row(place, times) for place in own if place.node.op not in ("get_attr", "output"))
+        prices = Prices(conversion.settings, known.training) if conversion is not None and known is not None else None
+        rows = tuple(_row(place, prices) for place in own if place.node.op not in ("get_attr", "output"))
         declined = tuple(_reason_line(text) for text in graph_notes(gm).declined)
         activity = activations(place.node for place in own)
         about: dict[str, Any] = {}
@@ -302,11 +310,12 @@ def _headline(
     computing = [row for row in rows if row.compute != "-"]
     captured = [each for gm, each in captured_of(model).items() if gm in graphs]
     settings = conversion.settings if conversion else None
-    net = outside_of(conversion)
+    net, low = outside_of(conversion), dtype_name(settings.dtype) if settings else ""
+    lowered = [row.op for row in computing if row.compute == low]
     return Headline(
         model=conversion.original_class.__name__ if conversion else type(model).__name__,
         settings=settings_line(conversion),
-        low=dtype_name(settings.dtype) if settings else "",
+        low=low,
         products=_by_dtype(row for row in computing if facts_of(row.op).rule is Rule.LOW),
         computes=_by_dtype(row for row in computing if not moves_data(row.op)),
         views=_by_dtype(row for row in computing if moves_data(row.op)),
@@ -331,7 +340,7 @@ def _headline(
         declined=tuple(dict.fromkeys(what for section in sections for what in section.declined)),
         methods=conversion.settings.methods if conversion else (),
         not_named=tuple(_not_named(model, conversion)) if conversion else (),
-        risks=tuple(_risks(conversion, computing, graphs)) if conversion else (),
+        risks=tuple(risks_of(conversion, lowered, graphs)) if conversion else (),
         other_mode=other_mode,
         other_calls=other_calls,
         packed=_packed(conversion, graphs) if conversion else "",
@@ -418,21 +427,6 @@ def _stay(rows: Sequence[NodeRow], around: str) -> Stay:
     return Stay(in_one([*map(_stem, rows)]), ops, modules, around)
 
 
-def _risks(conversion: Conversion, computing: Iterable[NodeRow], graphs: Iterable[GraphModule]) -> Iterator[str]:
-    nodes = (place for number, gm in enumerate(graphs) for place in places(number, gm))
-    yield from lost_constants(nodes, conversion.settings.dtype)
-    low = dtype_name(conversion.settings.dtype)
-    lowered = Counter(row.op for row in computing if row.compute == low and facts_of(row.op).rule is Rule.FULL)
-    for op, number in lowered.items():
-        yield f"{count(number, op)} in {low}, which autocast keeps in FP32: fxprec.numerics.audit tells what that costs"
-    left = len(conversion.captured)
-    if conversion.captures - left >= _OFTEN:
-        yield (
-            f"captured {conversion.captures} times, {count(left, 'graph')} left: calls differ in what graphs are made "
-            "for; print(report.nodes) tells what they are guarded by"
-        )
-
-
 def _slow(conversion: Conversion | None, computing: Iterable[NodeRow]) -> str:
     if conversion is None or not any(row.compute == dtype_name(conversion.settings.dtype) for row in computing):
         return ""
@@ -445,7 +439,7 @@ def _cost_line(graphs: tuple[GraphModule, ...], rows: list[NodeRow]) -> str:
     return f"{'; '.join(known)}: {count(stay, 'op')} not worth lowering" if known else ""
 
 
-def _row(place: NamedNode, times: Times | None) -> NodeRow:
+def _row(place: NamedNode, prices: Prices | None) -> NodeRow:
     node = place.node
     rule, why = reason(node)
     prefix = place.name.removesuffix(node.name)
@@ -468,7 +462,7 @@ def _row(place: NamedNode, times: Times | None) -> NodeRow:
             for source in dict.fromkeys(node.all_input_nodes)
         ),
         bytes=bytes_of(node),
-        seconds=UNKNOWN if times is None else times.of(node),
+        seconds=UNKNOWN if prices is None else prices.seconds(node),
     )
 
 

@@ -1,16 +1,23 @@
-"""Lay out tables for a terminal, a notebook or a log. rich is imported when something is printed."""
+"""Write the texts of reports: tables for a terminal, a notebook or a log, repeated layers as one, like reasons as one.
+
+``blocks.0.mlp`` and ``blocks.1.mlp`` are ``blocks.*.mlp``, or ``blocks.0-1.mlp``. Reasons that differ in figures, sizes
+or quoted names only are joined: ``takes 10.4 to 16.6 us in float32``. rich is imported when something is printed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import math
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
 
 #: Columns of the plain text: nothing is ever wrapped, so that grep finds what it looks for.
 _WIDTH: Final = 100_000
@@ -27,6 +34,16 @@ _ADVICE: Final = re.compile(
 )
 
 _STYLES: Final = {"float16": "green", "bfloat16": "green", "float32": "yellow", "cast": "magenta"}
+
+_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+#: The numbers in a path: ``blocks.3.experts.0`` has (3, 0).
+Numbers = tuple[int, ...]
+#: A quoted name, a size as ``64x128``, or a number that is no part of a word.
+_FIGURE: Final = re.compile(
+    r"(?<!\w)'[^']*'(?!\w)|(?<![\w.])\d+(?:x\d+)+(?!\w)|(?<![\w.+-])[+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.])"
+)
+#: Names that are told.
+_SHOWN_NAMES: Final = 3
 
 
 def clause_of(error: BaseException) -> str:
@@ -98,3 +115,100 @@ def plain(renderable: RenderableType) -> str:
     file = io.StringIO()
     Console(file=file, width=_WIDTH, color_system=None, force_terminal=False).print(renderable)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))
+
+
+def fold(path: str) -> str:
+    """Return the path with ``*`` for each number."""
+    return _NUMBER.sub("*", path)
+
+
+def numbers_of(path: str) -> Numbers:
+    """Return the numbers that ``fold`` leaves out of a path."""
+    return tuple(map(int, _NUMBER.findall(path)))
+
+
+def unfold(pattern: str, numbers: Iterable[Numbers]) -> Iterator[str]:
+    """Yield few names that stand for these numbers in a folded path: ``blocks.0-4,6.mlp``; each path is in one."""
+    texts = pattern.split("*")
+    for ranges in _products(set(numbers)):
+        yield "".join(itertools.chain(*zip(texts, [*ranges, ""], strict=True)))
+
+
+def layers_together(
+    rows: Iterable[Any], facts: Callable[[Any], tuple[object, ...]]
+) -> Iterator[tuple[str, str, list[Any]]]:
+    """Yield the rows of a table whose layers repeat, together: a name with their number, the folded module, the rows.
+
+    Args:
+        rows: of a ledger or of ranges.
+        facts: what they must agree in besides.
+    """
+    groups: dict[tuple[Any, ...], list[Any]] = {}
+    for row in rows:
+        name = fold(row.node) if row.kind == "weight" else row.op if row.kind == "node" else row.node
+        groups.setdefault((name, fold(row.module), row.kind, row.op, *facts(row)), []).append(row)
+    for (name, module, *_), group in groups.items():
+        yield name + (f" ({len(group)} of them)" if len(group) > 1 else ""), module, group
+
+
+def folded(paths: Iterable[str]) -> list[str]:
+    """Return few names for paths, in the order in which they come first: ``["blocks.0-11.mlp", "head"]``."""
+    alike: dict[str, list[Numbers]] = {}
+    for path in paths:
+        alike.setdefault(fold(path), []).append(numbers_of(path))
+    return [name for pattern, numbers in alike.items() for name in unfold(pattern, numbers)]
+
+
+def _products(numbers: set[Numbers]) -> list[list[str]]:
+    """Return sets of numbers, as texts, whose products are these tuples."""
+    if numbers == {()}:
+        return [[]]
+    # Tuples that agree behind the first number become one range of first numbers; what is left is split likewise.
+    firsts: dict[Numbers, set[int]] = {}
+    for first, *rest in numbers:
+        firsts.setdefault(tuple(rest), set()).add(first)
+    rests: dict[tuple[int, ...], set[Numbers]] = {}
+    for rest, found in firsts.items():
+        rests.setdefault(tuple(sorted(found)), set()).add(rest)
+    return [[_ranges(found), *tail] for found in sorted(rests) for tail in _products(rests[found])]
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Write numbers as ranges: ``0-4,6``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def without_figures(why: str) -> str:
+    """Return a reason with its figures left out, equal for reasons that differ in figures only."""
+    return _FIGURE.sub(lambda figure: "''" if figure[0].startswith("'") else "#", why)
+
+
+def few(names: Sequence[str], most: int) -> str:
+    """List the first names, and how many more there are: ``a, b and 3 more``."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def in_one(whys: Sequence[str]) -> str:
+    """Join reasons that differ in figures only."""
+    figures = zip(*(_FIGURE.findall(why) for why in whys), strict=True)
+    found = map(_together, figures)
+    return _FIGURE.sub(lambda _: next(found), whys[0])
+
+
+def _together(figures: Sequence[str]) -> str:
+    different = [*dict.fromkeys(figures)]
+    if len(different) == 1:
+        return different[0]
+    # Names have no order: a few are listed. Figures have one: their range is told.
+    if figures[0].startswith("'"):
+        names = [name[1:-1] for name in different]
+        names = names if any("*" in name for name in names) else folded(names)
+        return few([f"'{name}'" for name in names], _SHOWN_NAMES)
+    ordered = sorted(different, key=lambda figure: math.prod(map(float, figure.split("x"))))
+    return f"{ordered[0]} to {ordered[-1]}"

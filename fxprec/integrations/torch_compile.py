@@ -19,8 +19,7 @@ from fxprec.model.captured import rewrite
 from fxprec.passes.graph.annotations import clean_path
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.policy.terms import did_you_mean
-from fxprec.programs.calls import Calls, Ran
-from fxprec.programs.dynamo_programs import ArgumentProgram, ProgramsByMemory
+from fxprec.programs.dynamo_programs import ArgumentProgram, Calls, ProgramsByMemory, Ran
 from fxprec.programs.memory import mark_all_shared, mark_shared
 from fxprec.settings import Settings
 from fxprec.shadows import ShadowStore

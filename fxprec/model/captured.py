@@ -13,7 +13,7 @@ from fxprec.capture.call_key import Constants
 from fxprec.capture.symbolic.guards import Guards
 from fxprec.passes.graph.annotations import notes, weight_path
 from fxprec.passes.runner import run_passes
-from fxprec.programs.calls import Calls, modes_of
+from fxprec.programs.dynamo_programs import Calls, modes_of
 from fxprec.programs.packed_weights import PackedWeights
 from fxprec.programs.program import Program, lift
 from fxprec.settings import Settings

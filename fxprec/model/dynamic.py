@@ -33,8 +33,7 @@ from fxprec.model.net import RUNS_AS_TOLD, RUNS_FP32, turn_off, under_others, wi
 from fxprec.model.roles import Method
 from fxprec.passes.graph.annotations import SPARSE
 from fxprec.programs.call_form import form_of_call
-from fxprec.programs.calls import Calls, Ran
-from fxprec.programs.dynamo_programs import ArgumentProgram, ProgramsByMemory
+from fxprec.programs.dynamo_programs import ArgumentProgram, Calls, ProgramsByMemory, Ran
 from fxprec.programs.memory import mark_all_shared, mark_shared
 from fxprec.programs.program import Program
 from fxprec.torch_internals import skipped_by_dynamo, wrap_inline

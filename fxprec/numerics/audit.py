@@ -13,25 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from fxprec.inspection.nodes import op_name, places, short_paths, source_line
-from fxprec.inspection.subject import subject_of
+from fxprec.inspection.measured import subject_of
+from fxprec.inspection.nodes import op_name, places
+from fxprec.inspection.prices import Prices, sized
 from fxprec.model.module import conversion_of
-from fxprec.numerics.alternatives import Alternatives, sized
 from fxprec.numerics.births import Swallow
-from fxprec.numerics.kept import kept
 from fxprec.numerics.ledger import GradientError, Ledger, OpPart, Row, Sample, ordered
-from fxprec.numerics.own_way import OwnWay, own_way
-from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
-from fxprec.numerics.routes import Routes
+from fxprec.numerics.problem import Batch, Loss, Problem, kept, not_in_inference_mode
+from fxprec.numerics.routes import OwnWay, Routes, own_way
 from fxprec.numerics.savings import MEASURED, with_savings
-from fxprec.numerics.swallowed import compared
+from fxprec.numerics.step import compared
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
-from fxprec.tape.adjoint import ErrorTerm, measured, terms
+from fxprec.tape.adjoint import ErrorTerm, measured, opened, terms
 from fxprec.tape.memory import TensorPlace, difference
-from fxprec.tape.opened import opened
-from fxprec.tape.origin import OpOrigin
-from fxprec.tape.recorder import Decision, OpRecorder, record
+from fxprec.tape.operation import OpOrigin
+from fxprec.tape.recorder import Decision, OpRecorder, line_of, record
 from fxprec.tape.vjp import inner
 
 #: Of the error: what stands in a bend for want of a derivative and is less is not remarked on.
@@ -166,7 +163,7 @@ def ledger_of(
     if reference is None:
         reference = torch.float64 if settings.device == "cpu" else torch.float32
     wants = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in problem.model.parameters())
-    builder = _LedgerBuilder(Alternatives(settings, wants))
+    builder = _LedgerBuilder(Prices(settings, wants))
     for batch in batches:
         run = functools.partial(_run, problem, batch, gradients)
         own: OwnWay | None = None
@@ -333,8 +330,8 @@ class _Entry:
 class _LedgerBuilder:
     """Ledger in the making: rows that grow while batches come in."""
 
-    def __init__(self, alternatives: Alternatives) -> None:
-        self._alternatives = alternatives
+    def __init__(self, prices: Prices) -> None:
+        self._prices = prices
         self.target: Literal["loss", "outputs"] = "loss"
         self._entries: dict[OpOrigin, _Entry] = {}
         self._samples: list[Sample] = []
@@ -442,7 +439,7 @@ class _LedgerBuilder:
         total = sum(entry.squares for entry in self._entries.values())
         nodes = {(number, place.name): place.node for number, gm in enumerate(graphs) for place in places(number, gm)}
         with sized(nodes, self._sizes):
-            rows = [_row(entry, total, self._alternatives, nodes) for entry in self._entries.values()]
+            rows = [_row(entry, total, self._prices, nodes) for entry in self._entries.values()]
         samples = tuple(self._samples)
         # A missing derivative is worth a remark only where errors of some size meet it.
         least = _NOTABLE * sum(abs(sample.measured) for sample in samples)
@@ -462,10 +459,10 @@ class _LedgerBuilder:
         )  # fmt: skip
 
 
-def _row(entry: _Entry, total: float, alternatives: Alternatives, nodes: Mapping[tuple[int, str], Node]) -> Row:
+def _row(entry: _Entry, total: float, prices: Prices, nodes: Mapping[tuple[int, str], Node]) -> Row:
     origin, node = entry.origin, entry.origin.node
-    module, op, compute, why = "", origin.name, "", "outside of the graphs: in the loss, or under torch.autocast"
-    source = short_paths(origin.source)
+    why = "outside of the graphs: in the loss, or under torch.autocast"
+    module, op, compute, source = "", origin.name, "", line_of(origin)
     if origin.name == _PYTHON:
         source = origin.source
         why = "the run's numbers, and the way that Python took by them, where the reference has its own"
@@ -473,7 +470,7 @@ def _row(entry: _Entry, total: float, alternatives: Alternatives, nodes: Mapping
         module, op, why = origin.name.rpartition(".")[0], "shadow", "the low copy of a weight"
     elif node is not None:
         precision = notes(node).precision
-        module, op, why, source = module_path(node), op_name(node), precision.why, source_line(node)
+        module, op, why = module_path(node), op_name(node), precision.why
         compute = dtype_name(precision.compute) if precision.compute is not None else ""
     parts = [OpPart(name, *sums) for name, sums in entry.parts.items()]
     place = nodes.get((origin.graph, origin.name), node)
@@ -481,5 +478,5 @@ def _row(entry: _Entry, total: float, alternatives: Alternatives, nodes: Mapping
         origin.name, origin.kind, origin.graph, origin.backward, module, op, compute, source, why, entry.rounding,
         entry.bend, entry.squares, entry.lost, entry.size, entry.squares / total if total else 0.0,
         tuple(parts) if len(parts) > 1 else (),
-        None if place is None or origin.kind != "node" else alternatives.of(place),
+        None if place is None or origin.kind != "node" else prices.other(place),
     )  # fmt: skip

@@ -1,33 +1,48 @@
-"""Follow values that are not finite through a run, back to the op where the first of them came to be.
+"""Judge the results of one op: where what is not finite in them came to be, and which of it a mask means.
 
-Each storage with such a value has a birth: the op that made it of finite values, or what brought it along. An op that
-reads one hands its birth on to what it writes. So a result tells where its own fault began, and masks of -inf, of which
-nothing bad came, are nobody's fault. An op that makes finite values of them (``x / inf``) has swallowed them: that is
-noted, and ``numerics.swallowed`` tells whether it is a fault.
+A value's birth is the op that made it of finite values, or what brought it along (``Source``). An op runs again in
+float64 on what it read: finite there, it overflowed; not finite there either, the op has no such value.
+
+A mask of -1e9, or of a dtype's lowest, is -inf in float16, or becomes that once a score is added, where the reference
+has a finite value: that is meant, and no overflow (``Masks``). An element is one where
+
+- a number in the model's code fills it (``masked_fill(mask, -1e9)``), or multiplies a 0 or a 1 (``(1 - mask) * -1e9``);
+- it came in so with a buffer or an input: one negative number beside others that are small;
+- it is the lowest number of a dtype;
+- an op made it of one of these, and it still is as large.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fxprec.numerics.kept import kept
-from fxprec.tape.attribution import Attribution, observe, written_by
 from fxprec.tape.exact_ops import draws
 from fxprec.tape.memory import Memory, TensorPlace
-from fxprec.tape.nodes import NodeOf
-from fxprec.tape.operation import Operation
-from fxprec.tape.origin import OpOrigin
-from fxprec.torch_internals import storage_key, tree_flatten, tree_leaves, tree_unflatten
+from fxprec.tape.operation import Operation, OpOrigin
+from fxprec.torch_internals import storage_key, tree_leaves, tree_unflatten
 
-R = TypeVar("R")
-B = TypeVar("B", bound="Births")
 Kind = Literal["overflow", "invalid", "underflow", "came in", "meant"]
+
+#: Ops that do not read what stood where they write.
+_OVERWRITES: Final = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
+#: Smaller ones are no mask's: no sum of a few of them overflows in float16.
+_LEAST: Final = 1e4
+_FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+#: Ops that write a number of the model's as it is.
+_FILLS: Final = frozenset({
+    "aten::masked_fill", "aten::masked_fill_", "aten::where", "aten::full", "aten::full_like", "aten::new_full",
+    "aten::fill", "aten::fill_", "aten::scalar_tensor", "aten::scatter", "aten::scatter_", "aten::index_fill",
+    "aten::index_fill_", "aten::constant_pad_nd", "aten::clamp", "aten::clamp_", "aten::clamp_min", "aten::clamp_max",
+})  # fmt: skip
+_SCALINGS: Final = frozenset({"aten::mul", "aten::mul_", "aten::div", "aten::div_"})
+#: Element by element, beside what torch marks as such.
+_COPIES: Final = frozenset({"aten::_to_copy", "aten::clone", "aten::copy", "aten::copy_"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +58,6 @@ class Source:
     phase: Literal["input", "weight", "buffer", "loss"]
     name: str
     master: Tensor | None = None
-
-
-_ELSEWHERE: Final = Source("input", "a tensor from elsewhere")
-#: Ops that choose among elements: what a model leaves out by one of them does not count.
-_SELECTS: Final = frozenset({
-    "aten::where", "aten::masked_fill", "aten::masked_fill_", "aten::masked_select", "aten::index", "aten::index_put_",
-    "aten::index_select", "aten::gather",
-})  # fmt: skip
-#: Ops that do not read what stood where they write.
-_OVERWRITES: Final = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,206 +113,6 @@ class Birth:
     remarks: tuple[str, ...] = ()
 
 
-class Births(Attribution):
-    """Dispatch mode that follows values that are not finite back to the op that made them, by storage.
-
-    Args:
-        sources: what is there before the run.
-        weights: path in the model -> weight.
-        flushed: follow what became 0 as well; each op runs in float64, too.
-
-    Attributes:
-        swallowed: births that an op made finite values of, in the order of running.
-        reads_numbers: Python read a number of a tensor (``item()``, ``bool()``).
-    """
-
-    def __init__(
-        self, sources: Iterable[tuple[Tensor, Source]], weights: Mapping[str, Tensor], flushed: bool = False
-    ) -> None:
-        super().__init__()
-        self._sources = {storage_key(tensor): source for tensor, source in sources if _is_float(tensor)}
-        self._weights = weights
-        self._births: dict[int, Birth] = {}
-        self._blank: set[int] = set()  # storages of new memory: what stands there is nobody's value
-        self._flushed: dict[int, Birth] | None = {} if flushed else None
-        self._count = 0
-        self.swallowed: list[Swallow] = []
-        self._clamped: set[int] = set()  # ids of births that the model clamps to the range of the dtype
-        self.reads_numbers = False
-
-    @property
-    def first_swallowed(self) -> Swallow | None:
-        """Swallowed value with the earliest birth; None where nothing was swallowed."""
-        return min(self.swallowed, key=lambda each: each.birth.number, default=None)
-
-    def birth(self, tensor: Tensor) -> Birth | None:
-        """Return the birth of what is not finite in a tensor; None where all is finite or meant to be inf."""
-        if not _is_float(tensor) or _is_finite(tensor):
-            return None
-        found = self._birth_in(tensor)
-        return None if found.kind == "meant" and not bool(tensor.isnan().any()) else found
-
-    def flush(self, tensor: Tensor) -> Birth | None:
-        """Return where values of a tensor became 0; None where they did not, or nobody followed them."""
-        return (self._flushed or {}).get(storage_key(tensor))
-
-    def begin(self, shadows: Mapping[str, Tensor]) -> None:
-        """Register low copies of weights as sources, wherever they were made."""
-        for path, shadow in shadows.items():
-            key = storage_key(shadow)
-            self._sources[key] = Source("weight", path, self._weights[path].detach())
-            # A shadow may be refreshed in the same storage: what was known of its old values does not hold.
-            self._births.pop(key, None)
-
-    def look(self, node: NodeOf, run: Any) -> Any:
-        """Run a node, and register constants of the graph as sources."""
-        result = super().look(node, run)
-        if node.node.op == "get_attr" and _is_float(result):
-            self._sources.setdefault(storage_key(result), Source("buffer", str(node.node.target)))
-        return result
-
-    def op(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: OpOrigin) -> Any:
-        """Run an op, and hand births on from what it read to what it wrote."""
-        leaves, spec = tree_flatten((args, kwargs))
-        written = written_by(function, args, kwargs)
-        # Inputs that the op overwrites are copied: what it read is looked at after it ran.
-        given = [leaf.clone() if id(leaf) in written and _is_float(leaf) else leaf for leaf in leaves]
-        before = {storage_key(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided}
-        inherited = self._inherited(leaves, written, given)
-        output = self.run(function, args, kwargs, origin)
-        self._count += 1
-        self.reads_numbers |= isinstance(output, bool | int | float)
-        results = [
-            *(result for result in tree_leaves(output) if _is_float(result)),
-            *(leaf for leaf in leaves if _is_float(leaf) and id(leaf) in written),
-        ]
-        call = OpCall(function, leaves, given, spec, origin, self._count, written, output)
-        # A view of an input is no new value. An in-place write is one, in an old storage.
-        made = [result for result in results if storage_key(result) not in before or id(result) in written]
-        self.wrote(call, made)
-        for result in made:
-            key = storage_key(result)
-            if key not in before:
-                (self._blank.add if "empty" in call.name else self._blank.discard)(key)
-            if key in self._blank and key not in before:
-                self._births.pop(key, None)
-            elif not _is_finite(result):
-                self._births[key] = self.birth_of(call, result, inherited)
-            # A finite write to a part of a storage says nothing of the rest; only a write to all of it clears the
-            # birth.
-            elif key not in before or result.numel() * result.element_size() == result.untyped_storage().nbytes():
-                self._births.pop(key, None)
-        if inherited and call.ends(inherited, made, results):
-            self._swallow(call, inherited, made)
-        if self._flushed is not None:
-            self._follow_zeros(call, made, self._flushed)
-        return output
-
-    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: OpOrigin) -> Any:
-        """Run an op; subclasses run it in more than one dtype."""
-        return function(*args, **kwargs)
-
-    def wrote(self, call: OpCall, made: Sequence[Tensor]) -> None:
-        """Look at what an op wrote before it is judged; for subclasses."""
-
-    def counts(self, birth: Birth) -> bool:
-        """Tell whether a birth may be a fault where an op swallowed what came of it."""
-        return birth.kind in ("overflow", "invalid") and not birth.masked
-
-    def differs(self, made: Sequence[Tensor]) -> bool:
-        """Tell whether an op that chooses among elements may have chosen others than it should."""
-        return True
-
-    def example(self, call: OpCall, read: Sequence[Tensor], made: Sequence[Tensor]) -> str:
-        """Show what an op made of what it ``read`` that is not finite; "" where there is nothing to compare with."""
-        return ""
-
-    def _swallow(self, call: OpCall, inherited: Sequence[tuple[Tensor, Birth]], made: Sequence[Tensor]) -> None:
-        """Note the first birth among those that the op made finite values of."""
-        if "_like" in call.name or "::new_" in call.name:  # which read a shape alone
-            return
-        read = [birth for value, birth in inherited if not call.overwrites(value)]
-        births = [birth for birth in read if self.counts(birth)]
-        # A clamp to the dtype's range is the model's own cure for an overflow, and so is its derivative's mask.
-        if "clamp" in call.name and any(map(_saturates, made)):  # to the range of the dtype: that is meant
-            self._clamped.update(map(id, births))
-        if "clamp" in call.name or call.origin.backward:
-            births = [birth for birth in births if id(birth) not in self._clamped]
-        # Of ops that choose among elements, only an overflow may have misled them: a nan may stand where nobody chose.
-        if call.name in _SELECTS:
-            births = [birth for birth in births if birth.kind == "overflow"] if self.differs(made) else []
-        if births:
-            first = min(births, key=lambda birth: birth.number)
-            values = [value for value, _ in inherited]
-            name = call.origin.name if call.origin.node is not None else call.name.partition("::")[2]
-            self.swallowed.append(Swallow(first, call.origin, name, self.example(call, values, made)))
-
-    def _inherited(self, leaves: Sequence[Any], written: set[int], given: Sequence[Any]) -> list[tuple[Tensor, Birth]]:
-        """Return the inputs that are not finite with their births; uninitialized memory apart, which nobody reads."""
-        found = []
-        for leaf, value in zip(leaves, given, strict=True):
-            key = storage_key(leaf) if _is_float(leaf) else 0
-            blank = key in self._blank and key not in self._births
-            if key and not blank and not _is_finite(value):
-                found.append((value, self._birth_in(leaf)))
-        return found
-
-    def _birth_in(self, tensor: Tensor) -> Birth:
-        key = storage_key(tensor)
-        if key not in self._births:
-            self._births[key] = self.came_in(tensor, self._sources.get(key, _ELSEWHERE))
-        return self._births[key]
-
-    def came_in(self, tensor: Tensor, source: Source) -> Birth:
-        """Return the birth of a value that no op made; for a low copy of a finite weight, the overflow of its cast."""
-        bad = ~tensor.isfinite()
-        origin = OpOrigin("weight" if source.phase == "weight" else "outside", source.name)
-        birth = Birth(
-            self._count, origin, "", "came in", tensor.dtype, math.nan, "", _share(bad), source, index=first_of(bad)
-        )
-        master = source.master
-        if master is not None and master.dtype is not tensor.dtype and _is_finite(master):
-            return replace(birth, kind="overflow", op="aten::_to_copy", magnitude=float(master.detach().abs().max()))
-        return birth
-
-    def birth_of(self, call: OpCall, result: Tensor, inherited: Sequence[tuple[Tensor, Birth]]) -> Birth:
-        """Return the birth of what is not finite in a result: an inherited one where an input explains it."""
-        with_nan = [birth for value, birth in inherited if bool(value.isnan().any())]
-        births = with_nan or [birth for _, birth in inherited]
-        makes_nan = bool(result.isnan().any())
-        # These give nan for a row of -inf, and for no other row that has neither nan nor inf.
-        normalizes = "softmax" in call.name or "attention" in call.name or "cross_entropy" in call.name
-        # A softmax by hand subtracts the largest value of a row, which is -inf where the mask hides all of it.
-        normalizes |= call.name == "aten::sub" and any(birth.kind == "meant" for birth in births)
-        as_mask = all(birth.kind in ("came in", "meant") and _is_mask(value) for value, birth in inherited)
-        if makes_nan and normalizes and as_mask:
-            birth = call.birth(result, self._flushed)
-            return replace(birth, masked=birth.kind == "invalid" and bool(inherited or call.reads_a_mask))
-        # An inherited fault outranks the op that runs: it only passes on what came in. The earliest one began it.
-        faults = [birth for birth in births if birth.kind != "meant"]
-        if faults:
-            return min(faults, key=lambda birth: birth.number)
-        # inf may come of a mask's inf; nan does not: then the op itself is at fault.
-        if births and not makes_nan:
-            return births[0]
-        if not births and call.names_infinity and not makes_nan:
-            return replace(call.birth(result, None), kind="meant")
-        return call.birth(result, self._flushed)
-
-    def _follow_zeros(self, call: OpCall, made: Sequence[Tensor], flushed: dict[int, Birth]) -> None:
-        # A zero is inherited where an input's values were lost; it is the op's own where float64 has another value.
-        known = [flushed[key] for key in call.storages if key in flushed]
-        for result in made:
-            key = storage_key(result)
-            own = call.flush(result)
-            if own is None and known and bool((result == 0).any()):
-                own = min(known, key=lambda birth: birth.number)
-            if own is not None:
-                flushed[key] = own
-            elif key not in call.storages:
-                flushed.pop(key, None)
-
-
 class OpCall:
     """Call of one op, with its arguments as they were before it.
 
@@ -324,7 +129,7 @@ class OpCall:
         self.name: str = function.name().partition(".")[0]
         self.names_infinity = any(isinstance(leaf, float) and math.isinf(leaf) for leaf in leaves)
         self.reads_a_mask = any(isinstance(leaf, Tensor) and leaf.dtype is torch.bool for leaf in leaves)
-        self.storages = {storage_key(leaf) for leaf in leaves if _is_float(leaf)}
+        self.storages = {storage_key(leaf) for leaf in leaves if is_float(leaf)}
         self._results = [result for result in tree_leaves(output) if isinstance(result, Tensor)]
         self._written = tuple(number for number, leaf in enumerate(leaves) if id(leaf) in written)
         self.leaves = leaves
@@ -341,7 +146,7 @@ class OpCall:
         """
         if not made and results:
             return False
-        if any(not _is_float(result) for result in self._results) or all(map(_is_finite, results)):
+        if any(not is_float(result) for result in self._results) or all(map(is_finite, results)):
             return True
         elements = [(value, result) for value, _ in inherited for result in made if value.shape == result.shape]
         if torch.Tag.pointwise not in self.function.tags:
@@ -367,7 +172,7 @@ class OpCall:
         zeros = [] if overflows else [flushed[key] for key in self.storages if flushed and key in flushed]
         return Birth(
             self.number, self.origin, self.name, "overflow" if overflows else "invalid", result.dtype, magnitude,
-            self._example(result, bad), _share(bad), None, zeros[0] if zeros else None, first_of(bad),
+            self._example(result, bad), share_of(bad), None, zeros[0] if zeros else None, first_of(bad),
         )  # fmt: skip
 
     def flush(self, result: Tensor) -> Birth | None:
@@ -381,7 +186,7 @@ class OpCall:
         magnitude = float(wide[lost].abs().max())
         return Birth(
             self.number, self.origin, self.name, "underflow", result.dtype, magnitude, self._example(result, lost),
-            _share(lost), index=first_of(lost),
+            share_of(lost), index=first_of(lost),
         )  # fmt: skip
 
     def wide(self, result: Tensor) -> Tensor | None:
@@ -434,21 +239,11 @@ class OpCall:
         return f"{self.name.partition('::')[2].rstrip('_')}({', '.join(shown)}) = {result[index].item():.4g}"
 
 
-def observed(model: nn.Module, run: Callable[[], R], make: Callable[[dict[str, nn.Parameter]], B]) -> tuple[B, R]:
-    """Run something on a converted model and follow its values, again until it captures no graph."""
-    while True:
-        births = make(dict(model.named_parameters(remove_duplicate=False)))
-        with kept(model):
-            result = observe(model, births, run, opened=True)
-            if result is not None:
-                return births, result[0]
-
-
 def _is_plain(value: object) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided
 
 
-def _is_float(value: object) -> bool:
+def is_float(value: object) -> bool:
     return (
         isinstance(value, Tensor)
         and (value.is_floating_point() or value.is_complex())
@@ -458,19 +253,14 @@ def _is_float(value: object) -> bool:
     )
 
 
-def _saturates(clamped: Tensor) -> bool:
-    """Return whether the largest values that a clamp left are as large as float16's largest number."""
-    limit = torch.finfo(torch.float16).max
-    return _is_finite(clamped) and clamped.numel() > 0 and float(clamped.abs().max()) >= limit
+def dense(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor that may be sparse."""
+    return tensor if tensor.layout is torch.strided else tensor.coalesce().values()
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(tensor.isfinite().all())
-
-
-def _is_mask(tensor: Tensor) -> bool:
-    """Return whether all that is not finite in a tensor is -inf."""
-    return not bool((tensor.isnan() | (tensor == torch.inf)).any())
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all values are finite, also of a sparse tensor."""
+    return bool(dense(tensor).isfinite().all())
 
 
 def first_of(bad: Tensor) -> tuple[int, ...]:
@@ -479,5 +269,98 @@ def first_of(bad: Tensor) -> tuple[int, ...]:
     return tuple(int(each) for each in places[0]) if len(places) else ()
 
 
-def _share(bad: Tensor) -> float:
+def share_of(bad: Tensor) -> float:
     return int(bad.sum()) / bad.numel()
+
+
+class Masks:
+    """Elements of a run that belong to masks, by storage.
+
+    Args:
+        is_constant: tells whether a tensor that no op made is the model's own, and no data: a buffer, say.
+    """
+
+    def __init__(self, is_constant: Callable[[Tensor], bool]) -> None:
+        self._is_constant = is_constant
+        self._known: dict[int, Tensor] = {}
+        self._made: set[int] = set()
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Return which elements of a tensor belong to a mask; None where none does."""
+        flat = self._known.get(storage_key(tensor))
+        return None if flat is None else flat.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def note(self, call: OpCall, result: Tensor, exact: Tensor, read: Callable[[Tensor], Tensor]) -> None:
+        """Mark what an op wrote.
+
+        Args:
+            call: that ran.
+            result: a tensor that it wrote, in the run; ``exact``: in the reference.
+            read: gives the reference's values of a tensor that the op read.
+        """
+        self._made.add(storage_key(result))
+        large = exact.abs() >= _LEAST if exact.is_floating_point() else torch.zeros((), dtype=torch.bool)
+        marked = torch.zeros_like(large)
+        if not call.origin.backward and bool(large.any()):
+            marked = large & self._marked(call, exact, read)
+        known = self.of(result)
+        if known is not None:
+            known.copy_(marked)
+        # Marks are kept a storage, not a tensor: views of a mask, made later, see them too.
+        elif bool(marked.any()):
+            size = result.untyped_storage().nbytes() // result.element_size()
+            self._known[storage_key(result)] = torch.zeros(size, dtype=torch.bool, device=result.device)
+            self.of(result).copy_(marked)  # type: ignore[union-attr]
+
+    def _marked(self, call: OpCall, exact: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
+        found = _is_lowest(exact)
+        numbers = [leaf for leaf in call.given if isinstance(leaf, float | int) and abs(leaf) >= _LEAST]
+        for number in numbers if call.name in _FILLS else ():
+            found = found | (exact == number)
+        elementwise = torch.Tag.pointwise in call.function.tags or call.name in _COPIES
+        for low in call.leaves:
+            if not isinstance(low, Tensor) or low.layout is not torch.strided or low.is_complex():
+                continue
+            own = read(low)
+            # ``(1 - mask) * -1e9``: a large number scales nothing but zeros and ones.
+            if numbers and call.name in _SCALINGS and bool(((own == 0) | (own.abs() == 1)).all()):
+                return torch.ones_like(found)
+            marks = self.of(low)
+            if marks is None and storage_key(low) not in self._made and own.is_floating_point():
+                marks = _came_in(own, self._is_constant(low))
+            if marks is None or not bool(marks.any()):
+                # Elementwise ops keep a mark in its place; through other ops a mask may come out anywhere.
+                continue
+            try:
+                found = found | (marks.expand(exact.shape) if elementwise else True)
+            except RuntimeError:  # of another shape: any of it may be
+                found = torch.ones_like(found)
+        return found
+
+
+def _is_lowest(exact: Tensor) -> Tensor:
+    found = torch.zeros_like(exact, dtype=torch.bool)
+    for dtype in _FLOATS:
+        found |= exact == torch.finfo(dtype).min
+    return found
+
+
+def _came_in(values: Tensor, constant: bool) -> Tensor:
+    """Return the elements of a mask that was there before the run: one negative number, and the rest is small.
+
+    A single outlier among data is none: the rest is 0, or there are several.
+    """
+    large = values <= -_LEAST
+    count = int(large.sum())
+    if count == 0:
+        return large
+    rest = values[~large]
+    same = bool((values[large] == values[large][0]).all()) and bool((rest.abs() < _LEAST).all())
+    return large if same and (constant or count > 1 or not bool(rest.any())) else _is_lowest(values)
+
+
+def is_fault(low: Tensor, exact: Tensor, marks: Tensor | None) -> Tensor:
+    """Return the elements that are not finite, where FP32 could have the reference's value, and no mask means it."""
+    largest = math.inf if not exact.dtype.is_floating_point else torch.finfo(torch.float32).max
+    wrong = ~low.isfinite() & (exact.abs() <= largest) & exact.isfinite()
+    return wrong if marks is None else wrong & ~marks

@@ -27,18 +27,20 @@ from torch import Tensor
 from torch.fx import Node
 
 from fxprec.errors import FxprecError
-from fxprec.inspection.layers import fold
-from fxprec.inspection.nodes import is_own_code, op_name, short_paths, source_line
+from fxprec.inspection.nodes import is_own_code, op_name, source_line
+from fxprec.inspection.text import fold
 from fxprec.model.module import conversion_of
-from fxprec.numerics.births import Birth, Births, Source
-from fxprec.numerics.step import TrainingStep
-from fxprec.numerics.trial import converted_anew
+from fxprec.numerics.births import Birth, Source
+from fxprec.numerics.overrides import LOW, Words, in_fp32, is_view, near_by, readers
+from fxprec.numerics.problem import converted_anew
+from fxprec.numerics.step import Births, TrainingStep
 from fxprec.passes.graph.annotations import Rule, module_path, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.ops.table import facts_of
 from fxprec.passes.policy.policy import Policy
 from fxprec.settings import Settings
-from fxprec.tape.nodes import NodeOf
+from fxprec.tape.attribution import NodeOf
+from fxprec.tape.recorder import line_of
 from fxprec.torch_internals import tree_map_only
 
 #: Copies of a model that are converted and run in search of a cure.
@@ -57,15 +59,14 @@ _ALL_FP32: Final = (
     'fxprec.convert(model, policy=fxprec.Policy.preset("O0"))  '
     "# the original's step is finite; no copy of the model could be converted to try less"
 )
-LOW: Final = (torch.float16, torch.bfloat16)
 _LIMIT: Final = torch.finfo(torch.float16).max
 
-#: Kind and pattern of overrides: what is to be in FP32.
-Chosen = dict[tuple[str, str], None]
+#: Overrides: what is to be in FP32.
+Chosen = dict[Words, None]
 #: A fault that is left, and the loss scale at which none is.
 Left = tuple[Birth | None, float | None]
 #: What a fault wants in FP32.
-Width = Callable[[Birth], list[tuple[str, str]]]
+Width = Callable[[Birth], list[Words]]
 
 
 class Cure(NamedTuple):
@@ -121,9 +122,9 @@ def policy_cure(step: TrainingStep, birth: Birth, fails_in_fp32: bool) -> Cure |
 
 def code_cure(step: TrainingStep, birth: Birth) -> str:
     """Return how to write the op at which a value came to be that FP32 has not either: code, and why in a comment."""
-    node, op = birth.origin.node, _canonical(birth)
+    op = _canonical(birth)
     row = facts_of(op)
-    source = source_line(node) if node is not None else short_paths(birth.origin.source)
+    source = line_of(birth.origin)
     at = f"in place of {op}" + (f" ({source})" if source else "")
     if birth.kind == "overflow" and not (row.guard and row.exponential) and not _is_users_cast(birth):
         clamps = clamped_lines(step, birth)
@@ -163,7 +164,7 @@ class Search:
     most: int = _MOST_TRIES
     _tried: int = field(default=0, init=False)
     _repeated: bool = field(default=False, init=False)
-    _known: dict[frozenset[tuple[str, str]], Left] = field(default_factory=dict, init=False)
+    _known: dict[frozenset[Words], Left] = field(default_factory=dict, init=False)
 
     def cure(self, birth: Birth) -> Tried | None:
         """Return the first change that cures; None: none does, or there are too many to try."""
@@ -194,10 +195,10 @@ class Search:
             more = chosen | {key: None for each in births for key in (width(each) or _by_node(each))}
             if len(more) == len(chosen):  # a policy that names each node keeps a view low
                 more = chosen | {key: None for each in births for key in _by_view(each)}
-            kind = _canonical(left), fold(_module_of(left))
-            alike[kind] = alike.get(kind, 0) + 1
-            self._repeated |= alike[kind] > _MOST_ALIKE
-            if len(more) == len(chosen) or alike[kind] > _MOST_ALIKE:
+            alike_to = _canonical(left), fold(_module_of(left))
+            alike[alike_to] = alike.get(alike_to, 0) + 1
+            self._repeated |= alike[alike_to] > _MOST_ALIKE
+            if len(more) == len(chosen) or alike[alike_to] > _MOST_ALIKE:
                 return None
             chosen = more
             left, scale = self._in_fp32(chosen)
@@ -219,7 +220,7 @@ class Search:
         """Return what is left with that in FP32; no set is tried twice."""
         key = frozenset(chosen)
         if key not in self._known:
-            policy = overridden(conversion_of(self.step.model).settings.policy, chosen)
+            policy = in_fp32(conversion_of(self.step.model).settings.policy, chosen)
             self._known[key] = self._left({"policy": policy})
         return self._known[key]
 
@@ -248,22 +249,22 @@ def _widths() -> Iterator[tuple[bool, Width]]:
         yield False, functools.partial(_by_module, up=up, folded=True)
 
 
-def _by_node(birth: Birth) -> list[tuple[str, str]]:
+def _by_node(birth: Birth) -> list[Words]:
     return [("nodes", node.name) for node in computing(birth)]
 
 
-def _by_view(birth: Birth) -> list[tuple[str, str]]:
+def _by_view(birth: Birth) -> list[Words]:
     node = birth.origin.node
     readers = node.users if node is not None and node.target in CASTS else ()
     return [("nodes", user.name) for user in readers if facts_of(notes(user).op.name).view]
 
 
-def _by_op(birth: Birth) -> list[tuple[str, str]]:
+def _by_op(birth: Birth) -> list[Words]:
     names = (notes(node).op.name for node in computing(birth))
     return [("ops", name) for name in names if facts_of(name).rule in (Rule.FOLLOW, Rule.PROMOTE)]
 
 
-def _by_module(birth: Birth, up: int, folded: bool) -> list[tuple[str, str]]:
+def _by_module(birth: Birth, up: int, folded: bool) -> list[Words]:
     paths = dict.fromkeys([*map(module_path, computing(birth)), _module_of(birth)])
     parents = (".".join(path.split(".")[: path.count(".") + 1 - up]) for path in paths)
     return [("modules", fold(path) if folded else path) for path in parents if path]
@@ -286,28 +287,16 @@ def _whole(settings: Settings) -> Iterator[Mapping[str, Any]]:
     yield {"policy": Policy("O0", (), policy.rules)}
 
 
-def overridden(policy: Policy, chosen: Iterable[tuple[str, str]]) -> Policy:
-    """Return a policy in which what is chosen is in FP32."""
-    return policy.override(**_by_kind(chosen))
-
-
-def _by_kind(chosen: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for kind, name in chosen:
-        found.setdefault(kind, {})[name] = torch.float32
-    return found
-
-
 def shown(settings: Settings, tried: Tried) -> str:
     """Return the call of ``fxprec.convert`` that makes the change, in Python."""
     own = settings.policy
     policy = f'fxprec.Policy.preset("{own.level}")' if own == Policy.preset(own.level) else "policy"
     if tried.chosen is not None:
-        groups = {
-            kind: ", ".join(f'"{name}": torch.float32' for name in names)
-            for kind, names in _by_kind(tried.chosen).items()
-        }
-        policy += f".override({', '.join(f'{kind}={{{names}}}' for kind, names in groups.items())})"
+        groups: dict[str, list[str]] = {}
+        for kind, name in tried.chosen:
+            groups.setdefault(kind, []).append(f'"{name}": torch.float32')
+        texts = {kind: ", ".join(names) for kind, names in groups.items()}
+        policy += f".override({', '.join(f'{kind}={{{names}}}' for kind, names in texts.items())})"
     elif "policy" in tried.changed:
         level = tried.changed["policy"].level
         policy = f'fxprec.Policy.preset("{level}")'
@@ -356,34 +345,13 @@ def computing(birth: Birth | None) -> list[Node]:
     if birth is None or node is None:
         return []
     if birth.origin.backward and birth.op == "aten::_to_copy":
-        return _near(node, lambda each: each.all_input_nodes)
+        return near_by(node, lambda each: each.all_input_nodes)
     return readers(node) if node.target in CASTS else [node]
-
-
-def readers(node: Node) -> list[Node]:
-    """Return the nodes that compute with a value, through casts and views."""
-    return _near(node, lambda each: each.users)
-
-
-def _near(node: Node, near: Callable[[Node], Iterable[Node]]) -> list[Node]:
-    found: list[Node] = []
-    for each in near(node):
-        # A cast or a view has no arithmetic of its own: whoever reads it decides, and so on through chains of them.
-        if each.target in CASTS or (_is_view(each) and [*near(each)]):
-            found += _near(each, near)
-        elif each.op not in ("placeholder", "output"):
-            found.append(each)
-    return found
 
 
 def _is_users_cast(birth: Birth) -> bool:
     row = facts_of(_canonical(birth))
     return row.same and bool(row.guard)
-
-
-def _is_view(node: Node) -> bool:
-    row = facts_of(notes(node).op.name)
-    return row.view and row.rule is Rule.FOLLOW
 
 
 def _canonical(birth: Birth) -> str:
@@ -424,7 +392,7 @@ class _Line(NamedTuple):
 def _line_of(birth: Birth) -> _Line | None:
     """Return the line of the user's that computes a value which is too large; of casts and views what they read."""
     node = birth.origin.node
-    while node is not None and (node.target in CASTS or (_is_view(node) and node.all_input_nodes)):
+    while node is not None and (node.target in CASTS or (is_view(node) and node.all_input_nodes)):
         node = next(iter(node.all_input_nodes), None)
     if node is None or birth.origin.backward or not is_own_code(node):
         return None

@@ -1,4 +1,4 @@
-"""The finding of ``locate``: a place, what happened there, and what to do about it."""
+"""Tell what went wrong: the finding of ``locate``, and the training step of ``watch`` that has one."""
 
 from __future__ import annotations
 
@@ -123,3 +123,39 @@ def _against(value: float, limit: float) -> str:
 
 def _percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.01 or share == 0 else f"{share:.1g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """Step of which an output or a gradient was not finite. ``print(trip)`` tells it in sentences.
+
+    Attributes:
+        step: its number: that of the steps before it that were watched.
+        call: the model's call that it began in, of the calls that gradients came from (micro-batches), counted from 0;
+            None: it is not known.
+        calls: how many there were.
+        rank: of this process among those that train together; None: there are no others.
+        finding: where it began; None: see ``why``.
+        why: why there is no finding.
+        skipped: an optimizer would have taken the gradients, and did not.
+        remarks: what else is known.
+    """
+
+    step: int
+    call: int | None
+    calls: int
+    rank: int | None
+    finding: Finding | None
+    why: str = ""
+    skipped: bool = False
+    remarks: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = f"step {self.step}"
+        if self.call is not None and self.calls > 1:
+            where += f", call {self.call} of {self.calls}"
+        if self.rank is not None:
+            where += f", rank {self.rank}"
+        skipped = ", and was skipped" if self.skipped else ""
+        what = self.why if self.finding is None else str(self.finding)
+        return "\n".join([f"{where} was not finite{skipped}: {what}", *(f"  {each}" for each in self.remarks)])

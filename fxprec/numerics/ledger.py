@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from fxprec.inspection.layers import fold
-from fxprec.inspection.subject import Subject
-from fxprec.inspection.text import columns, plain, stacked, titled
-from fxprec.numerics.alternatives import Alternative
-from fxprec.numerics.routes import Route
+from fxprec.inspection.measured import Subject
+from fxprec.inspection.prices import Alternative
+from fxprec.inspection.text import columns, layers_together, plain, stacked, titled
 from fxprec.tape.recorder import Decision
 
 if TYPE_CHECKING:
@@ -19,6 +17,8 @@ if TYPE_CHECKING:
 
 #: Rows that are printed.
 _SHOWN: Final = 10
+#: Causes of a flip that are printed.
+_SHOWN_CAUSES: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +139,57 @@ class GradientError(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Cause:
+    """Rounding that alone flips elements of a decision.
+
+    Attributes:
+        node, kind, graph: as of a row of the ledger: its row has the same.
+        flipped: how many elements.
+    """
+
+    node: str
+    kind: Literal["node", "weight", "outside"]
+    graph: int
+    flipped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Op that decided otherwise than the reference: it read floats, and gave indices or a mask.
+
+    Attributes:
+        node: name of the node; of the op outside of the graphs.
+        graph, module, source: as of a row of the ledger.
+        op: of torch: ``aten::topk``.
+        flipped: how many elements are others than in the reference, of all batches.
+        count: how many there are.
+        causes: roundings that flip some of them alone, most first. Flips that an earlier one made are counted likewise.
+        by_none: elements that no rounding flips alone: several together do. Of each it must be known.
+    """
+
+    node: str
+    graph: int
+    module: str
+    source: str
+    op: str
+    flipped: int
+    count: int
+    causes: tuple[Cause, ...]
+    by_none: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        where = self.node + (f" ({self.source})" if self.source else "")
+        alone = [f"{cause.node} {cause.flipped}" for cause in self.causes[:_SHOWN_CAUSES]]
+        alone += [f"{len(self.causes) - _SHOWN_CAUSES} more"] if len(self.causes) > _SHOWN_CAUSES else []
+        causes = "; ".join([f"alone flip: {', '.join(alone)}"] * bool(alone) + [f"by none alone {self.by_none}"])
+        return f"{where} decides {self.flipped} of {self.count} elements otherwise than the reference; {causes}"
+
+
+@dataclass(frozen=True, slots=True)
 class Ledger:
     """Ledger of an audit: which op costs how much of an error. ``print(ledger)`` shows a verdict and ten rows.
 
@@ -188,11 +239,7 @@ class Ledger:
 
     def folded(self) -> Ledger:
         """Return the ledger with repeated layers as one: ``blocks.0.mlp`` and ``blocks.1.mlp`` are ``blocks.*.mlp``."""
-        groups: dict[tuple[Any, ...], list[Row]] = {}
-        for row in self.rows:
-            name = fold(row.node) if row.kind == "weight" else row.op if row.kind == "node" else row.node
-            groups.setdefault((name, row.kind, row.backward, fold(row.module), row.op, row.compute), []).append(row)
-        rows = [_together(key[0], key[3], group) for key, group in groups.items()]
+        rows = [_together(*each) for each in layers_together(self.rows, lambda row: (row.backward, row.compute))]
         # A folded row stands for several nodes: a page could not lay it over the graph.
         return replace(self, rows=ordered(rows, len(self.samples)), subject=None)
 
@@ -292,9 +339,8 @@ def ordered(rows: Iterable[Row], batches: int) -> tuple[Row, ...]:
 
 def _together(name: str, module: str, rows: list[Row]) -> Row:
     first = rows[0]
-    count = f" ({len(rows)} of them)" if len(rows) > 1 else ""
     return Row(
-        name + count, first.kind, first.graph, first.backward, module, first.op, first.compute, first.source, first.why,
+        name, first.kind, first.graph, first.backward, module, first.op, first.compute, first.source, first.why,
         sum(row.rounding for row in rows), sum(row.bend for row in rows), sum(row.squares for row in rows),
         sum(row.lost for row in rows), sum(row.size for row in rows), sum(row.share for row in rows),
     )  # fmt: skip

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.capture.pytrees import leaves_of
-from fxprec.inspection.nodes import op_name, short_paths, source_line
-from fxprec.numerics.births import Birth, Source, Swallow, first_of
+from fxprec.inspection.nodes import op_name
+from fxprec.numerics.births import Birth, Source, Swallow, dense, first_of, is_finite
 from fxprec.numerics.cures import Cure, Search, code_cure, in_bfloat16, policy_cure, smaller_scale
 from fxprec.numerics.finding import Finding
 from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
-from fxprec.numerics.step import Results, Run, TrainingStep, dense, is_finite
+from fxprec.numerics.step import Results, Run, TrainingStep
 from fxprec.passes.graph.annotations import module_path
 from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.loss_scaler import LossScaler
-from fxprec.tape.origin import OpOrigin
+from fxprec.tape.operation import OpOrigin
+from fxprec.tape.recorder import line_of
 
 #: A parameter's gradient is lost where this share of its elements is 0, of those that are none in FP32.
 _LOST: Final = 0.5
@@ -93,9 +94,6 @@ class _BatchStep(TrainingStep):
 
     problem: Problem
     batch: Batch
-
-    def at(self, scale: float) -> TrainingStep:
-        return replace(self, scale=scale)
 
     def on(self, model: nn.Module) -> TrainingStep:
         return replace(self, model=model, problem=replace(self.problem, model=model))
@@ -185,7 +183,7 @@ def _finding(
         or (origin.name.rpartition(".")[0] if source is not None and phase not in ("input", "loss") else ""),
         op="shadow" if origin.kind == "weight" and birth.op else op or birth.op.partition("::")[2],
         dtype=dtype_name(birth.dtype),
-        source=source_line(node) if node is not None else short_paths(origin.source),
+        source=line_of(origin),
         magnitude=birth.magnitude,
         limit=info.smallest_normal * info.eps if kind == "underflow" else info.max,
         share=birth.share,
@@ -204,8 +202,7 @@ def _finding(
 
 def _place(swallowed: Swallow) -> str:
     """Write an op with its line: ``truediv (net.py:9)``."""
-    origin = swallowed.origin
-    source = short_paths(origin.source) if origin.node is None else source_line(origin.node)
+    source = line_of(swallowed.origin)
     return swallowed.name + (f" ({source})" if source else "")
 
 

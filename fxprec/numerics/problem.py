@@ -1,20 +1,25 @@
-"""Check what a model is asked: batches, and a loss of its outputs, before anything runs."""
+"""Ask something of a converted model, on checked batches, and leave it as it was; or ask a copy of it."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fxprec.capture.pytrees import leaves_of
+from fxprec.capture.untouched import ModelState, RandomState
 from fxprec.errors import ConversionError
 from fxprec.model.method_names import named_methods
-from fxprec.model.module import conversion_of
-from fxprec.numerics.step import gradients_of
+from fxprec.model.module import attach, conversion_of, take_off
+from fxprec.model.warm_up import values_kept
+from fxprec.scaling.gradients import late_hooks_aside
 from fxprec.torch_internals import tree_map_only
 
 P = ParamSpec("P")
@@ -159,3 +164,58 @@ class Problem:
             yield tree_map_only(Tensor, lambda x: x.clone() if x.is_inference() else x, batch)
         if empty:
             raise ValueError("there is no batch: the list is empty, or an iterator that was used up")
+
+
+@contextlib.contextmanager
+def kept(model: nn.Module) -> Iterator[None]:
+    """Give a model no gradients while the context lasts, and put all back after it, random number generators too.
+
+    A backward of a call that was made before finds what it read. Nobody hears of gradients that are accumulated
+    within: such hooks step optimizers.
+    """
+    conversion = conversion_of(model)
+    state, random, calls = ModelState(model), RandomState(), conversion.calls
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    writes = any(captured.program.writes_weights for captured in conversion.captured)
+    written = [*model.buffers(), *(model.parameters() if writes else ())]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        values = values_kept(tensor for tensor in written if not is_lazy(tensor))
+        with late_hooks_aside(parameter for parameter, _ in gradients), values:
+            yield
+    finally:
+        if writes:
+            conversion.store.mark_stale()  # a version that a shadow knows may come again, with other values
+        state.restore()
+        random.restore()
+        conversion.calls = calls
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def converted_anew(model: nn.Module, **changed: Any) -> nn.Module:
+    """Return a copy that is as ``fxprec.convert`` makes it: what can be captured without inputs is captured at once.
+
+    Raises:
+        FxprecError: as ``fxprec.convert``: an override matches nothing, say.
+    """
+    copied = under(model, **changed)
+    conversion = conversion_of(copied)
+    conversion.capture_now(copied)
+    conversion.check_policy(copied)
+    return copied
+
+
+def under(model: nn.Module, **changed: Any) -> nn.Module:
+    """Return a copy of a converted model, converted with its settings, but for those that are given."""
+    settings = conversion_of(model).settings
+    copied = copy.deepcopy(model)
+    take_off(copied)
+    attach(copied, replace(settings, **changed))
+    return copied
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return path -> gradient, of the parameters that have one."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

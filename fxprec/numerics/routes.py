@@ -1,79 +1,39 @@
-"""Find roundings that flipped a route: a top-k, an argmax or a comparison that decided otherwise than the reference.
+"""Tell where a run went another way than the reference: by a number that Python read, or a decision that flipped.
 
-No row of an audit says so, as the bend of a route that flipped has all of it. Here the forward runs again in the
-reference's dtype for each place that rounds, with that rounding alone.
+::
+
+    if h.sum() > 7:        # between two graphs: 7.06 in bfloat16, 7.05 in float64
+        h = h * 2          # the ops of the run, which a reference beside it repeats
+
+A reference that runs beside the model op by op takes the run's way through Python, and the numbers that Python read.
+Where it would have read others, the model runs once more with those: what that gives is the true reference
+(``own_way``).
+
+Of a top-k, an argmax or a comparison that decided otherwise no row of an audit says why, as the bend of a route that
+flipped has all of it. For that the forward runs again in the reference's dtype for each place that rounds, with that
+rounding alone (``Routes``).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal
+from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from fxprec.inspection.nodes import short_paths, source_line
-from fxprec.numerics.kept import kept
+from fxprec.numerics.ledger import Cause, Route
+from fxprec.numerics.problem import kept
 from fxprec.passes.graph.annotations import module_path
 from fxprec.tape.attribution import observe
-from fxprec.tape.origin import OpOrigin
+from fxprec.tape.operation import Operation, OpOrigin
+from fxprec.tape.recorder import OpRecorder, line_of, record
 from fxprec.tape.replay import ForwardRecorder, Replay, ReplayStep
 
-#: Causes of a flip that are printed.
-_SHOWN: Final = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """Rounding that alone flips elements of a decision.
-
-    Attributes:
-        node, kind, graph: as of a row of the ledger: its row has the same.
-        flipped: how many elements.
-    """
-
-    node: str
-    kind: Literal["node", "weight", "outside"]
-    graph: int
-    flipped: int
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Op that decided otherwise than the reference: it read floats, and gave indices or a mask.
-
-    Attributes:
-        node: name of the node; of the op outside of the graphs.
-        graph, module, source: as of a row of the ledger.
-        op: of torch: ``aten::topk``.
-        flipped: how many elements are others than in the reference, of all batches.
-        count: how many there are.
-        causes: roundings that flip some of them alone, most first. Flips that an earlier one made are counted likewise.
-        by_none: elements that no rounding flips alone: several together do. Of each it must be known.
-    """
-
-    node: str
-    graph: int
-    module: str
-    source: str
-    op: str
-    flipped: int
-    count: int
-    causes: tuple[Cause, ...]
-    by_none: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        where = self.node + (f" ({self.source})" if self.source else "")
-        alone = [f"{cause.node} {cause.flipped}" for cause in self.causes[:_SHOWN]]
-        alone += [f"{len(self.causes) - _SHOWN} more"] if len(self.causes) > _SHOWN else []
-        causes = "; ".join([f"alone flip: {', '.join(alone)}"] * bool(alone) + [f"by none alone {self.by_none}"])
-        return f"{where} decides {self.flipped} of {self.count} elements otherwise than the reference; {causes}"
+#: Runs that capture graphs of the other way, before that is given up.
+_MOST_CAPTURES: Final = 8
 
 
 @dataclass(slots=True)
@@ -149,10 +109,70 @@ def _route(origin: OpOrigin, op: str, flips: _Flips) -> Route:
         node=origin.name,
         graph=origin.graph,
         module="" if node is None else module_path(node),
-        source=short_paths(origin.source) if node is None else source_line(node),
+        source=line_of(origin),
         op=op,
         flipped=flips.flipped,
         count=flips.count,
         causes=tuple(Cause(each.name, each.kind, each.graph, count) for each, count in causes if count),
         by_none=flips.by_none,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnWay:
+    """Results of the reference by the numbers that it reads itself.
+
+    Attributes:
+        values: the loss, or else the outputs.
+        gradients: path -> gradient of the parameter.
+        ops: those that ran, by place and name.
+    """
+
+    values: tuple[Tensor, ...]
+    gradients: dict[str, Tensor]
+    ops: tuple[tuple[OpOrigin, str], ...]
+
+    def parts_at(self, recorder: OpRecorder) -> str | None:
+        """Return the line of the run's first op that the reference does not run; None where both run the same."""
+        own = ops_of(recorder.operations)
+        if own == self.ops:
+            return None
+        pairs = zip(own, self.ops, strict=False)
+        origin = next((mine for (mine, a), (other, b) in pairs if (mine, a) != (other, b)), None)
+        # One is the beginning of the other: the first op that only the longer one has.
+        if origin is None:
+            longer = max(own, self.ops, key=len)
+            origin = longer[min(len(own), len(self.ops))][0]
+        return line_of(origin)
+
+
+def ops_of(operations: Sequence[Operation]) -> tuple[tuple[OpOrigin, str], ...]:
+    """Return the ops of a run, by place and name."""
+    return tuple((operation.origin, operation.name) for operation in operations)
+
+
+def own_way(model: nn.Module, run: Callable[[], Tensor | list[Tensor]], reference: torch.dtype) -> OwnWay | None:
+    """Run a converted model by the reference's own numbers; the model is left as it was.
+
+    Args:
+        model: converted.
+        run: calls it, and gives the loss or outputs; gradients are those that parameters have then.
+        reference: the dtype of the reference.
+
+    Returns:
+        None where each run captured another graph.
+    """
+    for _ in range(_MOST_CAPTURES):
+        with kept(model):
+            recorded = record(model, run, reference, decides=True)
+            if recorded is None:
+                continue
+            recorder, value = recorded
+            exact = {name: _exact(recorder, p.grad) for name, p in model.named_parameters() if p.grad is not None}
+            values = value if isinstance(value, list) else [value]
+            return OwnWay(tuple(_exact(recorder, each) for each in values), exact, ops_of(recorder.operations))
+    return None
+
+
+def _exact(recorder: OpRecorder, tensor: Tensor) -> Tensor:
+    return recorder.memory.exact(recorder.memory.place(tensor.detach())).clone()

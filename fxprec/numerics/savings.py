@@ -27,10 +27,9 @@ from torch.fx import Node
 from fxprec.errors import FxprecError
 from fxprec.inspection.nodes import places
 from fxprec.model.module import conversion_of
-from fxprec.numerics.cures import LOW, overridden, readers
 from fxprec.numerics.ledger import Ledger, Row
-from fxprec.numerics.problem import Batch, Problem
-from fxprec.numerics.trial import converted_anew
+from fxprec.numerics.overrides import LOW, in_fp32, readers
+from fxprec.numerics.problem import Batch, Problem, converted_anew
 from fxprec.passes.graph.annotations import notes, weight_path
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.ops.table import facts_of
@@ -73,7 +72,7 @@ def with_savings(problem: Problem, ledger: Ledger, batches: Sequence[Batch], aud
     start, own = [mean_square(each) for each in before], _signatures(problem.model)
     measured: dict[Names, tuple[float, float | None]] = {}
     for names in chosen if any(start) else ():
-        policy = overridden(conversion_of(problem.model).settings.policy, (("nodes", name) for name in names))
+        policy = in_fp32(conversion_of(problem.model).settings.policy, (("nodes", name) for name in names))
         try:
             trial = replace(problem, model=converted_anew(problem.model, policy=policy))
             after = [audited(trial, batch) for batch in batches]

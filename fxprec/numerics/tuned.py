@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fxprec.inspection.figures import count
-from fxprec.inspection.layers import folded
-from fxprec.inspection.text import columns, plain, stacked, titled
+from fxprec.inspection.text import columns, few, folded, plain, stacked, titled
 from fxprec.passes.policy.policy import Policy
 
 if TYPE_CHECKING:
@@ -93,9 +92,7 @@ def _ops(lines: Sequence[Line]) -> str:
 
 
 def _places(lines: Sequence[Line]) -> str:
-    places = folded(line.module for line in lines if line.module)
-    more = f" and {len(places) - _PLACES} more" if len(places) > _PLACES else ""
-    return ", ".join(places[:_PLACES]) + more
+    return few(folded(line.module for line in lines if line.module), _PLACES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ _TEXTS: Final = (
 
 
 def render(report: Mapping[str, Any], lines: Sequence[tuple[str, str]], other: Mapping[str, Any] | None = None) -> str:
-    """The file's text.
+    """Read the text of a file of the page.
 
     Args:
         report: ``Report.to_dict()``; its rows may have what ``add_measured`` gives them.
@@ -63,8 +63,7 @@ def framed(page: str) -> str:
 
 
 def _nodes(report: Mapping[str, Any], strings: dict[str, int]) -> list[list[Any]]:
-    """A row a node: texts as numbers, the node that its reason names, the graph, bytes, ns, what it reads, and what was
-    measured there.
+    """Return a row a node: texts as numbers, the node that its reason names, the graph, bytes, ns, reads, measurements.
 
     Casts of weights are no rows: shadows are read in their place, and their readers say so.
     """
@@ -101,7 +100,7 @@ def _nanoseconds(row: Mapping[str, Any]) -> int:
 
 
 def _reason(why: str, places: Mapping[str, int]) -> tuple[str, str]:
-    """A reason with ``@`` for the node that it names, and that name: reasons that are alike are one text."""
+    """Return a reason with ``@`` for the node that it names, and that name: like reasons are one text."""
     for found in _NAME.finditer(why):
         if found[1] in places:
             return f"{why[: found.start(1)]}@{why[found.end(1) :]}", found[1]

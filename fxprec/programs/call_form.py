@@ -93,7 +93,7 @@ class CallForm:
     constants: tuple[tuple[str, Any], ...] = ()
 
     def changed(self, owner: nn.Module) -> str | None:
-        """The constant that the method's module has another value of by now; None: they are as they were."""
+        """Return the constant that the method's module has another value of by now; None: they are as they were."""
         for source, value in self.constants:
             found = reached(owner, source)
             if found is not value and not same_constant(found, value):
@@ -163,7 +163,7 @@ class Placeholder:
 
     @classmethod
     def of(cls, node: Node) -> Placeholder:
-        """``node``: with what dynamo noted of it."""
+        """Read an input from its node; ``node``: with what dynamo noted of it."""
         value, source = node.meta.get("example_value"), node.meta.get(SOURCE) or ""
         if not isinstance(value, Tensor):
             return cls(source, "Tensor", isinstance(value, torch.SymInt | torch.SymFloat))
@@ -201,6 +201,7 @@ def form_of_call(
     for name in given:
         if not name.isidentifier() or keyword.iskeyword(name) or name == "self":
             raise NoForm(f"an argument is called {name!r}")
+    # A graph's inputs are matched with the call's arguments by identity: dynamo passes the very tensors on.
     ways: dict[int, list[Way]] = {}
     for name, value in given.items():
         for tensor, steps in _tensors_in(value):
@@ -228,6 +229,7 @@ def form_of_call(
         return () if wanted is ANYTHING else wanted  # no object can be told from one that is built in
 
     wanted = {name: expected_argument(name, value) for name, value in given.items()}
+    # A number that a symbol stands for is another one in the next call: an output must not have it built in.
     changing = [value for value in (*inputs, *results) if isinstance(value, _NUMBERS)]
     for each, value in zip(placeholders, inputs, strict=True):
         if isinstance(value, Tensor) and each.symbolic:
@@ -239,7 +241,7 @@ def form_of_call(
 
 
 def _by_name(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, under the names that their placeholders get; of ``*args`` each one."""
+    """Return a call's arguments under the names that their placeholders get; of ``*args`` each one."""
     named: dict[str, Any] = {}
     defaults = {name: each.default for name, each in signature.parameters.items() if plain_constant(each.default)}
     for name, value in (defaults | signature.bind(*args, **kwargs).arguments).items():
@@ -252,7 +254,7 @@ def _by_name(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[
 
 
 def _tensors_in(value: Any, steps: tuple[Step, ...] = (), around: tuple[int, ...] = ()) -> Iterator[tuple[Tensor, Any]]:
-    """The tensors in an argument, each with the way to it."""
+    """Yield the tensors in an argument, each with the way to it."""
     if isinstance(value, Tensor):
         yield value, steps
     elif id(value) not in around:
@@ -336,7 +338,7 @@ class _Outputs:
 
 
 def _text_of(spec: Any) -> str:
-    """A tree of containers as text; "" where that cannot be read again."""
+    """Write a tree of containers as text; "" where that cannot be read again."""
     try:
         text = treespec_dumps(spec)
         return text if treespec_loads(text) == spec else ""

@@ -1,31 +1,117 @@
-"""The programs of one graph of dynamo: what runs on the arguments that dynamo passes, by how these share memory.
+"""Keep the programs of one graph of dynamo, and what is known of the calls that ran it.
 
-Dynamo tells apart two inputs that are one tensor, but not a view of another input, nor two buffers in one storage. A
-graph that writes to such memory is rewritten again when arguments come that share memory in another way.
+What runs on the arguments that dynamo passes depends on how these share memory. Dynamo tells apart two inputs that are
+one tensor, but not a view of another input, nor two buffers in one storage. A graph that writes to such memory is
+rewritten again when arguments come that share memory in another way.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Final
 
+from torch import nn
 from torch.fx import GraphModule
 
 from fxprec.capture.capturing import CAPTURING, fewer_collections
 from fxprec.capture.dynamo.graph import Arguments
 from fxprec.kernels.launch.observers import unwatched
-from fxprec.programs.calls import Calls, Ran
+from fxprec.programs.call_form import CallForm, NoForm, Placeholder
 from fxprec.programs.memory import SharedMemory, constants_of
 from fxprec.programs.program import Program
 from fxprec.shadows import ShadowStore
 
+#: Whether each of the modules in one is training.
+Modes = tuple[bool, ...]
+
 #: Ways of sharing memory that have a program of their own each; one that serves them all comes next.
 _MOST: Final = 8
-
 _Picker = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+
+
+def modes_of(module: nn.Module) -> Modes:
+    """Return the modes of a module and of all in it. (What TorchScript froze has none.)"""
+    return tuple([getattr(each, "training", False) for each in module.modules()])
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Calls:
+    """The calls that ran one graph of dynamo.
+
+    Attributes:
+        part: why the graph is a part of the method only; "" where it is the whole.
+        placeholders: what dynamo said of its inputs.
+        modes: of the method's module, in such calls.
+        number: of the last of them, among all calls of the method.
+        looked_at: one has gone through.
+        form: how the method was called, and what it gave; None: the graph cannot be called so.
+        why_not: and why.
+    """
+
+    part: str
+    placeholders: tuple[Placeholder, ...]
+    modes: set[Modes] = field(default_factory=set)
+    number: int = 0
+    looked_at: bool = False
+    form: CallForm | None = None
+    why_not: str = ""
+    _training: bool | None = None
+
+    @classmethod
+    def of(cls, gm: GraphModule, part: str) -> Calls:
+        """Make it for a graph; ``gm``: before it is rewritten."""
+        return cls(part, tuple(map(Placeholder.of, gm.graph.find_nodes(op="placeholder"))))
+
+    def note_mode(self, module: nn.Module, closely: bool) -> None:
+        """Note a call of this module that ran it; ``closely``: modes of those in it may have changed, not its own."""
+        if closely or module.training is not self._training:
+            self._training = module.training
+            self.modes.add(modes_of(module))
+
+    def look(self, form_of: Callable[[Sequence[Placeholder]], CallForm]) -> None:
+        """Note that a call has gone through; ``form_of``: its form, from what dynamo said of the inputs, or NoForm."""
+        self.looked_at = True
+        if self.part:
+            return
+        try:
+            self.form = form_of(self.placeholders)
+        except NoForm as why:
+            self.why_not = str(why)
+
+
+_Run = tuple[Calls, Sequence[Any], Sequence[Any]]
+
+
+class Ran(threading.local):
+    """The graphs that ran in the call that goes on, each with its inputs and results; the latter while they matter."""
+
+    def __init__(self) -> None:
+        self._runs: list[_Run] | None = None
+        self._in_the_last: frozenset[int] = frozenset()
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[list[_Run]]:
+        """Yield the list of graphs that run during one call."""
+        before, self._runs = self._runs, []
+        try:
+            yield self._runs
+        finally:
+            self._in_the_last = frozenset(id(calls) for calls, _, _ in self._runs)
+            self._runs = before
+
+    def is_other(self, calls: Calls | None) -> bool:
+        """Return whether the last call did not run that graph: an argument, or something of the model, is another."""
+        return id(calls) not in self._in_the_last
+
+    def append(self, calls: Calls | None, inputs: Sequence[Any], results: Sequence[Any]) -> None:
+        """Note a graph that ran; ``calls``: None where nobody knows it any more."""
+        if self._runs is not None and calls is not None:
+            self._runs.append((calls, (), ()) if calls.looked_at else (calls, inputs, results))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,10 +136,19 @@ class ArgumentProgram:
     def of(
         cls, program: Program, positions: Arguments, arguments: Sequence[Any], any_memory: bool, calls: Calls
     ) -> ArgumentProgram:
-        """``arguments``: those that the graph was rewritten for; ``any_memory``: it is right however they lie."""
+        """Find a program's arguments among dynamo's.
+
+        Args:
+            program: that was made.
+            positions: of weights and inputs among dynamo's arguments.
+            arguments: those that the graph was rewritten for.
+            any_memory: it is right however they lie.
+            calls: that ran it.
+        """
         read = (program.low, program.plain, (*program.low, *program.watched))
         low, plain, watched = (_picker([positions.weights[name] for name in names]) for names in read)
         inputs, given = _picker(positions.inputs), tuple(arguments)
+        # Only a program that writes to its arguments can be wrong for others that share memory otherwise.
         memory = None
         if program.writes and not any_memory:
             memory = SharedMemory(watched(given), constants_of(program.gm), inputs(given))
@@ -96,7 +191,7 @@ class ProgramsByMemory:
         self._gm, self._rewrite, self._programs = gm, rewrite, [first]
 
     def serving(self, arguments: tuple[Any, ...]) -> ArgumentProgram:
-        """The program for arguments that share memory as these do."""
+        """Return the program for arguments that share memory as these do."""
         if self._gm is None:
             return self._programs[0]
         found = next((each for each in self._programs if each.serves(arguments)), None)
@@ -109,7 +204,7 @@ class ProgramsByMemory:
 
 
 def _picker(positions: Sequence[int]) -> _Picker:
-    """``itemgetter``, but for none or one position a tuple too."""
+    """Return ``itemgetter``, but one that gives a tuple for none or one position, too."""
     if len(positions) > 1:
         return itemgetter(*positions)
     return lambda arguments: tuple([arguments[position] for position in positions])

@@ -23,7 +23,7 @@ ANYTHING: Final = None
 
 
 def restored(output: Any, low: dtype, *inputs: Any) -> Any:
-    """``output`` with every low tensor as FP32, unless an input is low: what the model does with a graph's results."""
+    """Return ``output`` with every low tensor as FP32, unless an input is low, as the model does with results."""
     if tracer_of((output, inputs)) is not None:
         return leaf(restored, output, low, *inputs)
     return output if has_low_input(inputs, low) else restore_dtypes(output, low)
@@ -45,14 +45,14 @@ def in_container(leaves: Sequence[Any], spec: str, modules: Sequence[str] = ()) 
 
 
 def number_tensor(value: float, dtype: dtype) -> Tensor:
-    """A number as dynamo has it where it may change."""
+    """Return a number as dynamo has it where it may change: a 0-dim tensor."""
     if tracer_of((value,)) is not None:
         return leaf(number_tensor, value, dtype)
     return torch.tensor(value, dtype=dtype)
 
 
 def check_arguments(given: dict[str, Any], expected: dict[str, Any]) -> None:
-    """A graph takes only calls like that which it was captured for: what was no tensor is built into it.
+    """Refuse calls unlike the one that a graph was captured for: what was no tensor is built into it.
 
     Args:
         given: the arguments.

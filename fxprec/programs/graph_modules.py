@@ -57,7 +57,7 @@ def made_presentable(
 
 
 def _restore_results(gm: GraphModule, low: dtype) -> None:
-    """Graphs captured with low weights, at O3 or frozen, take their results for what the program gave."""
+    """Give results back as FP32, of graphs that were captured with low weights (O3, frozen models)."""
     end, inputs = gm.graph.output_node(), gm.graph.find_nodes(op="placeholder")
     done: dict[Node, Node] = {}
 
@@ -99,6 +99,7 @@ class _Writer:
         direct = {
             way.name: old for old, way in zip(olds, form.inputs, strict=True) if isinstance(way, Way) and not way.steps
         }
+        # All that takes arguments apart stands before the first node: whatever reads it comes later.
         first = next(node for node in gm.graph.nodes if node.op != "placeholder")
         with gm.graph.inserting_before(first):
             for argument in form.arguments:
@@ -133,7 +134,7 @@ class _Writer:
         return self._gm.graph.create_node("placeholder", argument.name, argument.default)
 
     def _at(self, way: Way) -> Node:
-        """The node of what is reached from an argument."""
+        """Return the node of what is reached from an argument."""
         if (way.name, way.steps) not in self._reached:
             take, key = way.steps[-1]
             inner = self._at(Way(way.name, way.steps[:-1]))
@@ -201,7 +202,7 @@ def _follow(gm: GraphModule, model: nn.Module) -> None:
 
 
 def _take_over_state(gm: GraphModule, model: nn.Module) -> None:
-    """Keys as the model has them: both names of a tied weight, no buffer that the model does not save."""
+    """Give the graph the model's keys: both names of a tied weight, no buffer that the model does not save."""
     held = {id(tensor) for tensor in (*gm.parameters(), *gm.buffers())}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     targets = {path: attribute_path(path) for path, tensor in named if id(tensor) in held}
@@ -217,7 +218,7 @@ def _take_over_state(gm: GraphModule, model: nn.Module) -> None:
 
 
 def _saved(model: nn.Module) -> Iterator[str]:
-    """Paths of the buffers that are in the model's state."""
+    """Yield the paths of the buffers that are in the model's state."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name in module._buffers.keys() - module._non_persistent_buffers_set:
             yield f"{prefix}.{name}" if prefix else name

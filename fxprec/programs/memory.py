@@ -53,7 +53,7 @@ def mark_all_shared(gm: GraphModule) -> None:
 
 
 def constants_of(gm: GraphModule) -> list[Tensor]:
-    """The tensors that a graph holds itself, and those of the bodies that it calls."""
+    """Return the tensors that a graph holds itself, and those of the bodies that it calls."""
     return [value for each in every_graph(gm) for _, value in attributes_in(each) if isinstance(value, Tensor)]
 
 
@@ -118,13 +118,14 @@ class _Layout:
         return True
 
     def pattern_with(self, inputs: Sequence[Any]) -> tuple[int, ...]:
-        """The pattern of what lies here and of these."""
+        """Return the pattern of what lies here and of these."""
         return _pattern([*self._spans, *map(_span, inputs)])
 
 
 def _pattern(spans: Sequence[_Span]) -> tuple[int, ...]:
     """For each span the position of the first one that it overlaps with, perhaps by way of others."""
     pattern = [*range(len(spans))]
+    # In the order of memory a span overlaps with the group before it, or begins one.
     groups: list[list[int]] = []
     end = 0
     for position in sorted((each for each in pattern if spans[each] != _NOWHERE), key=spans.__getitem__):

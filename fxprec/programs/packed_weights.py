@@ -116,7 +116,7 @@ class PackedWeights:
 
     @contextlib.contextmanager
     def folded_before(self, model: nn.Module) -> Iterator[None]:
-        """Within the block the FP32 masters of weights go: norms are folded into them before."""
+        """Fold norms into weights before the block, within which the FP32 masters of weights go."""
         tensors = _tensors_of(model)
         packings = {packing for each in self._functions for packing in each.packings if packing.norm is not None}
         known = [packing for packing in packings if all(name in tensors for name in packing.sources)]
@@ -127,7 +127,7 @@ class PackedWeights:
             self._packed[packing] = _Packed((0, *_keys(_weights(packing, tensors))), copies)
 
     def packed(self, packing: Packing, weights: Sequence[Tensor | None], refreshes: int) -> tuple[_Copy, ...]:
-        """The packed copy of a weight, with a folded batch norm its bias too.
+        """Return the packed copy of a weight, with a folded batch norm its bias too.
 
         Args:
             packing: what makes it, by paths in the model.
@@ -204,6 +204,7 @@ class _PackedFunction:
         self.forget()
 
     def __call__(self, *given: Any) -> Any:
+        # Somebody who looks into the ops, or wants gradients, must see the plain ones.
         if watcher(COMPILER, TRANSFORM, DUAL, SCRIPT, FX, ANY_MODE) is not None:
             return self._plain(*given)
         if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in given):
@@ -235,6 +236,7 @@ class _PackedFunction:
             return None
         samples = SampledWords(weights)
         now = seen, samples.noted.tolist()
+        # The second call with the same weights packs them: weights that change at each call are not packed each time.
         again, self._seen = self._seen is None or self._seen == now, now
         if not again:
             return None
@@ -276,7 +278,7 @@ def _direct(gm: GraphModule) -> GraphModule:
 
 
 def _copy(gm: GraphModule) -> GraphModule:
-    """The same on a graph of its own."""
+    """Return the same graph module on a graph of its own."""
     graph = Graph()
     output = graph.graph_copy(gm.graph, {})
     graph.output(output)

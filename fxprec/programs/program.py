@@ -133,7 +133,10 @@ def _written_or_copied(graph: Graph) -> set[Node]:
 
 
 def without_autocast(function: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """The one place where autocast goes off: not ``torch.autocast(enabled=False)``, which costs ten times as much."""
+    """Turn autocast off around a function, here and nowhere else.
+
+    ``torch.autocast(enabled=False)`` would cost ten times as much.
+    """
     is_enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
 
     def run(*args: Any) -> Any:
@@ -203,7 +206,7 @@ def _with_wide_norms(lifted: GraphModule) -> GraphModule:
 
 
 def _argument(path: str, taken: set[str]) -> str:
-    """A new name for an argument of the generated function: a path such as "blocks.layer-1.weight" is none."""
+    """Return a new name for an argument of the generated function: a path such as "blocks.layer-1.weight" is none."""
     name = base = path.replace(".", "_")
     if not base.isidentifier():
         name = base = _NO_NAME.sub("_", path)

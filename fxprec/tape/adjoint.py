@@ -14,22 +14,33 @@ J; the midpoint makes bends small (third order). Kin: dual-weighted residuals of
 
 The walk goes backwards through the ops. Writes are undone on the way, so that memory is at each op as it was then, and
 what an op made is let go behind it.
+
+A fused region is one op of the run: ``opened`` splits its kernel into what each op within would lose, were it done by
+itself, and the rest.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from fxprec.tape.full_fp32 import full_fp32
-from fxprec.tape.memory import TensorPlace
-from fxprec.tape.operation import Operation
+from fxprec.kernels.rows.run.region import FusedRegion
+from fxprec.tape.attribution import NodeByNode
+from fxprec.tape.memory import Memory, TensorPlace
+from fxprec.tape.operation import Operation, full_fp32
 from fxprec.tape.recorder import OpRecorder
 from fxprec.tape.vjp import Inputs, OpResult, inner, pull
+from fxprec.torch_internals import tree_unflatten
+
+#: The op that a region's forward kernel is for a dispatch mode.
+_FORWARD: Final = "fxprec::region_forward"
+REST: Final = "kernel, rest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,3 +177,39 @@ class _AdjointWalk:
             flat.index_add_(0, index.flatten(), gradient.flatten())
         else:
             place.of(flat).add_(gradient)
+
+
+def opened(term: ErrorTerm, memory: Memory) -> dict[str, float] | None:
+    """Return node of a region -> its part of the kernel's rounding, and the kernel's rest. They add up.
+
+    The region's ops run one by one on the kernel's inputs, with the kernel's adjoints of the results. A kernel that
+    keeps all in registers has a rest that takes most of that back.
+
+    Args:
+        term: the latest of a walk.
+        memory: of its recorder.
+
+    Returns:
+        None where the op is no kernel of a region, or draws random numbers, which ops would draw anew.
+    """
+    operation = term.operation
+    node = operation.origin.node
+    if operation.name != _FORWARD or node is None or node.graph.owning_module is None:
+        return None
+    region = node.graph.owning_module.get_submodule(str(node.target))
+    if not isinstance(region, FusedRegion) or region.draws:
+        return None
+    (inputs, *_), _ = tree_unflatten([*operation.leaves], operation.spec)
+    given = [memory.low(each).clone() if isinstance(each, TensorPlace) else each for each in inputs]
+    recorder = OpRecorder(memory.reference)
+    with recorder:
+        made = NodeByNode(region.graph_module, recorder.look).run(*given)
+    results: list[Tensor] = [*made]
+    targets = [
+        (recorder.memory.place(results[n]), result.weight) for n, result in term.results.items() if n < len(results)
+    ]
+    parts: dict[str, float] = defaultdict(float)
+    for part in terms(recorder, targets):
+        parts[part.operation.origin.name] += part.rounding + part.bend
+    parts[REST] = term.rounding - sum(parts.values())
+    return dict(parts)

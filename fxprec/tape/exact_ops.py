@@ -14,25 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxprec.passes.torch_internals import schema_of
-from fxprec.tape.attention_ops import ATTENTION
 from fxprec.tape.kernel_ops import KERNELS
-from fxprec.tape.region_ops import region_backward, region_forward
 
 _aten = torch.ops.aten
 
 #: What an op with dropout of its own, such as attention or an RNN, calls its probability.
 _PROBABILITIES: Final = ("dropout_p", "dropout")
 
-
-def _fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    """Take FP32's ``eps`` where none is given, as the run computes in FP32: float64's would be another function."""
-    return _aten._fused_rms_norm(x, shape, weight, torch.finfo(torch.float32).eps if eps is None else eps)
-
-
 #: With fewer there is little to gain.
 _CHANNELS: Final = 8
 #: Images are taken together until a product has so many columns.
 _COLUMNS: Final = 64
+#: The mode of ``mkldnn_rnn_layer`` that is an LSTM: the only one that torch calls.
+_LSTM: Final = 2
+
+
+def _fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    """Take FP32's ``eps`` where none is given, as the run computes in FP32: float64's would be another function."""
+    return _aten._fused_rms_norm(x, shape, weight, torch.finfo(torch.float32).eps if eps is None else eps)
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
@@ -81,10 +80,6 @@ def _rrelu_with_noise(
     slope = drawn[1] if training else (lower + upper) / 2
     noise.copy_(drawn[1])
     return torch.where(x <= 0, x * slope, x)
-
-
-#: The mode of ``mkldnn_rnn_layer`` that is an LSTM: the only one that torch calls.
-_LSTM: Final = 2
 
 
 class _LstmStep(NamedTuple):
@@ -155,9 +150,6 @@ EXACT: Final[dict[str, Callable[..., Any]]] = {
     "aten::convolution": _convolution,
     "aten::mkldnn_rnn_layer": _lstm,
     "aten::mkldnn_rnn_layer_backward": _lstm_backward,
-    "fxprec::region_forward": region_forward,
-    "fxprec::region_backward": region_backward,
-    **ATTENTION,
     **KERNELS,
 }
 

@@ -1,22 +1,48 @@
-"""Backward kernels of ``fxprec.kernels`` in the reference: the same formulas in plain torch, with derivatives.
+"""Write kernels anew for the reference, in plain torch with derivatives: norms, losses, attention and fused regions.
 
 A backward kernel is an op without autograd, which computes in FP32 whatever it is given. Of what a forward has saved
 norms read mean and deviation: they have the values that were saved, and derivatives as functions of the input. Softmax
 reads its result. A cross entropy that makes gradients in its forward has these as results, differentiable there.
+
+Attention (torch's CPU kernel and ours) has no derivative in a mask, in what a forward keeps, or in its backward::
+
+    forward     S = scale * q k^T + mask      out = P v      P = softmax(S) = exp(S - norms)
+    backward    reads q, k, v, mask, dout, and what was kept: P (products), nothing (recomputed, compiled), or norms
+                and out (torch)
+
+An error of what was kept is rounding of the forward that kept it: so both results of a forward are differentiable, and
+a backward is in what it reads of them.
+
+A region's forward stores its outputs and the statistics that its backward starts from, the backward gradients and, of
+what does not vary along rows, partial sums of its blocks: here the first block has the whole sum.
+
+Source of attention's formulas: Dao et al., "FlashAttention", NeurIPS 2022, appendix B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fxprec.kernels.cpu import depthwise
+from fxprec.kernels.cpu.attention import plain_gradients, scores
+from fxprec.kernels.cpu.attention_products import in_blocks, out_of_blocks
 from fxprec.kernels.nn import max_pool
 from fxprec.kernels.nn.cross_entropy_reference import count_targets, reference
+from fxprec.kernels.rows.run.evaluate import evaluate
+from fxprec.kernels.rows.run.gradients import evaluated_backward
+from fxprec.kernels.rows.run.ops import plan_of
+from fxprec.torch_internals import aten_flash_attention_for_cpu
+
+if TYPE_CHECKING:
+    from fxprec.kernels.rows.program.layout import Layout, Spec
+    from fxprec.kernels.rows.program.row_program import Store
+
 
 _aten = torch.ops.aten
 
@@ -155,6 +181,120 @@ def _silu_backward(dy: Tensor, x: Tensor) -> Tensor:
     return dy * x.sigmoid() * (1 + x * (1 - x.sigmoid()))
 
 
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return output, P and norms. A row that attends to nothing gives 0, and has a norm of 0, as in torch's kernel."""
+    found = scores(query, key, mask, causal, scale)
+    nothing = (found == -torch.inf).all(-1)
+    norms = found.masked_fill(nothing.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(nothing, 0.0)
+    p = _weights(found, norms)
+    return p @ value.repeat_interleave(query.shape[1] // key.shape[1], 1), p, norms
+
+
+def _weights(found: Tensor, norms: Tensor) -> Tensor:
+    """Return P of scores. Some versions of torch have inf for the norm of a row that attends to nothing."""
+    return (found - norms.masked_fill(norms.isinf(), 0.0).unsqueeze(-1)).exp()
+
+
+def _products(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float, kept: bool
+) -> tuple[Tensor, Tensor]:
+    out, p, _ = _attend(query, key, value, mask, causal, scale)
+    return out, in_blocks(p, key, causal) if kept else p.new_empty(0)
+
+
+def _products_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, kept: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    return plain_gradients(grad, query, key, value, out_of_blocks(kept, query, key, causal), scale)
+
+
+def _output(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> Tensor:  # fmt: skip
+    return _attend(query, key, value, mask, causal, scale)[0]
+
+
+def _gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    p = _attend(query, key, value, mask, causal, scale)[1]
+    return plain_gradients(grad, query, key, value, p, scale)
+
+
+def _torchs(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, causal: bool = False, *,
+    attn_mask: Tensor | None = None, scale: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if not torch.is_grad_enabled():  # the kernel serves, in a quarter of the memory
+        return aten_flash_attention_for_cpu(query, key, value, dropout, causal, attn_mask=attn_mask, scale=scale)
+    out, _, norms = _attend(query, key, value, attn_mask, causal, _scale(query, scale))
+    return out, norms
+
+
+def _torchs_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, norms: Tensor, _dropout: float, causal: bool,
+    *, attn_mask: Tensor | None = None, scale: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    factor = _scale(query, scale)
+    p = _weights(scores(query, key, attn_mask, causal, factor), norms)
+    return plain_gradients(grad, query, key, value, p, factor, (grad * out).sum(-1, keepdim=True))
+
+
+def _scale(query: Tensor, given: float | None) -> float:
+    return query.shape[-1] ** -0.5 if given is None else given
+
+
+def region_forward(inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool, plan: int) -> list[Tensor]:
+    """Compute ``fxprec::region_forward`` in the dtype of its inputs."""
+    known = plan_of(plan)
+    specs = (*known.outputs, *(known.statistics if keep else ()))
+    program = known.derived.forward
+    values = evaluate(program, known.layout, inputs, seeds, seed, _dtype(inputs), rounds=False)
+    return [_stored(*each, known.layout) for each in zip(values, program.stores, specs, strict=False)]
+
+
+def region_backward(
+    saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int, plan: int
+) -> list[Tensor]:
+    """Compute ``fxprec::region_backward`` in the dtype of what it reads."""
+    known = plan_of(plan)
+    dtype = _dtype((*saved, *cotangents))  # of a sum nothing is saved
+    values = evaluated_backward(known, saved, cotangents, seeds, seed, dtype, rounds=False)
+    stores, layout = known.backward_program.program.stores, known.layout
+    made = [
+        _stored(value, store, spec, layout)
+        for value, store, spec in zip(values, stores, known.gradients, strict=True)
+        if spec is not None
+    ]
+    sums = [value.reshape(-1) for value, store in zip(values, stores, strict=True) if store.partial]
+    if not sums:
+        return made
+    first = torch.cat(sums)[None]
+    blocks, width = known.backward_launch.partials
+    return [*made, torch.cat([first, first.new_zeros(blocks - 1, width)])]
+
+
+def _dtype(read: Sequence[Tensor]) -> torch.dtype:
+    return next(x.dtype for x in read if x.is_floating_point())
+
+
+def _stored(value: Tensor, store: Store, spec: Spec, layout: Layout) -> Tensor:
+    """Return rows x columns as the tensor that the kernel stores: smaller where all along a dimension are the same."""
+    whole = value.expand(layout.rows, layout.columns if store.columns else 1)
+    shaped = layout.torch_shaped(whole, store.columns)
+    for dimension, size in enumerate(_padded(spec, shaped.dim())):
+        if size == 1:
+            shaped = shaped.narrow(dimension, 0, 1)
+    return shaped.reshape(spec.shape)
+
+
+def _padded(spec: Spec, dimensions: int) -> Iterator[int]:
+    shape = spec.shape + (1,) * spec.dropped
+    return itertools.chain([1] * (dimensions - len(shape)), shape)
+
+
 #: Op -> what the reference calls, with the same arguments and results.
 KERNELS: Final[dict[str, Callable[..., Any]]] = {
     "fxprec::group_norm_backward": _group_norm_backward,
@@ -166,4 +306,14 @@ KERNELS: Final[dict[str, Callable[..., Any]]] = {
     "fxprec::scaled_gradient": _scaled_gradient,
     "fxprec::max_pool2d_backward": max_pool.backward_reference,
     "fxprec::depthwise_conv2d_backward": depthwise.backward_reference,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _torchs,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _torchs_backward,
+    "fxprec::attention": _products,
+    "fxprec::attention_backward": _products_backward,
+    "fxprec::compiled_attention": _output,
+    "fxprec::compiled_attention_backward": _gradients,
+    "fxprec::recomputed_attention": _output,
+    "fxprec::recomputed_attention_backward": _gradients,
+    "fxprec::region_forward": region_forward,
+    "fxprec::region_backward": region_backward,
 }

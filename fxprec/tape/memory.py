@@ -17,6 +17,7 @@ What is no float (indices, masks) has a copy only once the reference decides oth
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -26,6 +27,19 @@ from fxprec.torch_internals import negated, storage_key
 
 #: In which the errors of storages are kept.
 _ERRORS: Final = torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Shape of a tensor, and whether gradients flow through it."""
+
+    shape: tuple[int, ...]
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, value: object) -> Size | None:
+        """Return the size of a tensor; None for anything else."""
+        return cls(tuple(value.shape), value.requires_grad) if isinstance(value, Tensor) else None
 
 
 class TensorPlace(NamedTuple):

@@ -1,27 +1,78 @@
-"""One op of a run: its arguments and what it wrote, as places in memory."""
+"""Describe one op of a run, its arguments and results as places in memory, and run it in the reference's dtype.
+
+A user may allow TF32 or bfloat16 for FP32 products; a reference does not (``full_fp32``).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from fxprec.passes.torch_internals import schema_of
 from fxprec.tape.exact_ops import DRAWN, EXACT, draws
 from fxprec.tape.memory import TensorPlace
-from fxprec.tape.origin import OpOrigin
 from fxprec.torch_internals import aten_to_copy, decomposition_of, tree_leaves, tree_unflatten
 
+_cudnn: Any = torch.backends.cudnn
+_mkldnn: Any = torch.backends.mkldnn
+#: What has a precision of its own for FP32, https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere
+_BACKENDS: Final[tuple[Any, ...]] = (
+    torch.backends.cuda.matmul, _cudnn.conv, _cudnn.rnn, _mkldnn.matmul, _mkldnn.conv, _mkldnn.rnn,
+)  # fmt: skip
+#: "none": a backend's own, which is that of FP32.
+_FULL: Final = ("ieee", "none")
 _COPIES: Final = (aten_to_copy, torch.ops.aten.clone.default)
 #: Given a place, and whether the op writes there: the tensor to call the op with.
 Read = Callable[[TensorPlace, bool], Tensor]
 
 
-def _is_place(leaf: object) -> bool:
+@dataclass(frozen=True, slots=True)
+class OpOrigin:
+    """Owner of an op. Two of them are equal where they mean the same place of the model.
+
+    Attributes:
+        kind: "node" of a graph; "weight": the making of a low copy of one; "outside" of the graphs: in Python code
+            between them, the loss among it.
+        name: of the node ("body.relu" in the body of a higher-order op); the path of the weight; the op.
+        graph: the position of the graph, -1 outside of them.
+        backward: it computes gradients of what that place computes.
+        source: ``model.py:12``, where it is known.
+        node: of the graph.
+    """
+
+    kind: Literal["node", "weight", "outside"]
+    name: str
+    graph: int = -1
+    backward: bool = False
+    source: str = ""
+    node: Node | None = field(default=None, compare=False, repr=False)
+
+
+@contextlib.contextmanager
+def full_fp32() -> Iterator[None]:
+    """Compute matrix products, convolutions and RNNs of FP32 tensors in FP32 while the context lasts, on all devices.
+
+    Set is the newer of torch's two ways, which kernels ask; by the older one a user may ask for TF32 as well.
+    """
+    changed = [(each, each.fp32_precision) for each in _BACKENDS if each.fp32_precision not in _FULL]
+    for backend, _ in changed:
+        backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for backend, precision in changed:
+            backend.fp32_precision = precision
+
+
+def is_place(leaf: object) -> bool:
+    """Return whether a leaf of arguments stands for a tensor."""
     return isinstance(leaf, TensorPlace)
 
 
@@ -61,7 +112,7 @@ class Operation:
         """Return the name of the first argument that is, or holds, the tensor at a place."""
         args, kwargs = tree_unflatten(list(self.leaves), self.spec)
         given = [*zip([each.name for each in schema_of(self.function).arguments], args, strict=False), *kwargs.items()]
-        return next(name for name, value in given if place in tree_leaves(value, is_leaf=_is_place))
+        return next(name for name, value in given if place in tree_leaves(value, is_leaf=is_place))
 
     @property
     def draws(self) -> bool:

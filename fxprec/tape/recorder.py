@@ -17,12 +17,9 @@ from torch import Tensor, nn
 from fxprec.inspection.nodes import short_paths, source_line
 from fxprec.model.module import conversion_of
 from fxprec.passes.graph.annotations import nested
-from fxprec.tape.attribution import Attribution, observe, written_by
-from fxprec.tape.full_fp32 import full_fp32
-from fxprec.tape.memory import Memory, TensorPlace
-from fxprec.tape.nodes import NodeOf
-from fxprec.tape.operation import Operation
-from fxprec.tape.origin import OpOrigin
+from fxprec.tape.attribution import Attribution, NodeOf, observe, written_by
+from fxprec.tape.memory import Memory, Size, TensorPlace
+from fxprec.tape.operation import Operation, OpOrigin, full_fp32, is_place
 from fxprec.torch_internals import (
     aten_foreach_copy_,
     aten_to_copy,
@@ -39,19 +36,6 @@ _RESIZES: Final = frozenset(
     for packet in (torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.set_)
     for name in packet.overloads()
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Shape of a tensor, and whether gradients flow through it."""
-
-    shape: tuple[int, ...]
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, value: object) -> Size | None:
-        """Return the size of a tensor; None for anything else."""
-        return cls(tuple(value.shape), value.requires_grad) if isinstance(value, Tensor) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +205,7 @@ class OpRecorder(Attribution):
         exact = tree_map_only(Tensor, lambda x: self.memory.exact(self.memory.place(x)), (args, kwargs))
         reference = function(*exact[0], **exact[1])
         if reference != low and not (reference != reference and low != low):
-            source = origin.source if origin.node is None else source_line(origin.node)
-            self.decisions.append(Decision(short_paths(source), low, reference))
+            self.decisions.append(Decision(line_of(origin), low, reference))
         return reference if self.decides else low
 
     def _inputs(self, read: Sequence[Any]) -> dict[TensorPlace, int]:
@@ -276,17 +259,13 @@ class OpRecorder(Attribution):
 
     def _add_cast(self, path: str, weight: Tensor, shadow: Tensor) -> None:
         source, place = self.memory.place(weight.detach()), self.memory.place(shadow.detach())
-        leaves, spec = tree_flatten(((source,), {"dtype": shadow.dtype}), is_leaf=_is_place)
+        leaves, spec = tree_flatten(((source,), {"dtype": shadow.dtype}), is_leaf=is_place)
         self._add(Operation(aten_to_copy, tuple(leaves), spec, (0,), (), (place,), (), OpOrigin("weight", path)), {})
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor lies in memory element by element."""
     return tensor.layout is torch.strided
-
-
-def _is_place(leaf: Any) -> bool:
-    return isinstance(leaf, TensorPlace)
 
 
 def record(
@@ -309,3 +288,8 @@ def record(
     recorder = OpRecorder(reference, model, rounded, decides)
     result = observe(model, recorder, run, opened)
     return None if result is None else (recorder, *result)
+
+
+def line_of(origin: OpOrigin) -> str:
+    """Return the line of the user's code that an op belongs to, ``model.py:12``."""
+    return short_paths(origin.source) if origin.node is None else source_line(origin.node)

@@ -18,10 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fxprec.tape.full_fp32 import full_fp32
 from fxprec.tape.memory import TensorPlace, difference
-from fxprec.tape.operation import Operation
-from fxprec.tape.origin import OpOrigin
+from fxprec.tape.operation import Operation, OpOrigin, full_fp32
 from fxprec.tape.recorder import OpRecorder
 
 

@@ -17,22 +17,18 @@ from fxprec.errors import CaptureError
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.torch_internals import set_called
 from fxprec.whole_step import cuda
-from fxprec.whole_step.batch import Batch
-from fxprec.whole_step.failure import explained
-from fxprec.whole_step.fixed import Fixed, attributes_of
-from fxprec.whole_step.iteration import Iteration
-from fxprec.whole_step.put_back import put_back
-from fxprec.whole_step.rates import Rates
+from fxprec.whole_step.fixed import Fixed, Rates, ShadowLinks, attributes_of
+from fxprec.whole_step.iteration import Batch, Iteration
+from fxprec.whole_step.put_back import Watched, put_back, recorded
 from fxprec.whole_step.refusals import (
     buffers_in_place,
     check_types,
     check_values,
     device_of,
+    explained,
     refuse_ungraphable,
 )
 from fxprec.whole_step.scales import refuse_open_iteration
-from fxprec.whole_step.shadow_links import ShadowLinks
-from fxprec.whole_step.watched import Watched, recorded
 
 _training = operator.attrgetter("training")
 

@@ -1,14 +1,22 @@
-"""Check before a replay what a captured graph takes as given: after a change another graph is captured.
+"""Keep a captured graph and the state around it in step: learning rates, shadows, and what the graph takes as given.
 
 A graph holds addresses and numbers as they were. It has no eyes for a parameter that was replaced, a hook that was
-added, or a weight decay that was set.
+added, or a weight decay that was set: after such a change another graph is captured (``Fixed``). Learning rates lie in
+device memory, so that schedulers work (``Rates``).
+
+A replay runs no Python, so no shadow store learns of the step (``ShadowLinks``). Two cases::
+
+    fxprec.optim     the graph reads the shadows as they are, and writes them with the weights
+    any other        the graph begins by copying all weights to their shadows; after it they are stale
 """
 
 from __future__ import annotations
 
 import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
 
@@ -16,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fxprec.scaling.gradients import parameters_of
+from fxprec.shadows import ShadowStore, stores
 from fxprec.torch_internals import backward_hooks_of, late_hooks_of, step_hooks
 from fxprec.whole_step.iteration import Iteration
-from fxprec.whole_step.rates import Rates
 from fxprec.whole_step.scales import scale_rule, scale_tensors
-from fxprec.whole_step.shadow_links import ShadowLinks
 
 _DICTS: Final = (dict, OrderedDict, defaultdict)
 _SEQUENCES: Final = (list, set, deque)
@@ -153,3 +161,124 @@ def _comparable(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(map(_comparable, value))
     return id(value) if isinstance(value, Tensor) else value
+
+
+class Rates:
+    """Learning rates of one optimizer, one 0-dim tensor for each group whose ``lr`` is a number.
+
+    ``param_groups`` keep their numbers, for schedulers and state dicts. An ``lr`` that is a tensor on the device is
+    left to the graph, which reads it there: schedulers write into it.
+
+    Args:
+        optimizer: fxprec's take FP64, so that a captured step has the bits of an eager one. Torch's fused kernels on
+            CUDA read FP32.
+        device: where the graph runs.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self._optimizer = optimizer
+        # A rate rounded to FP32 would give other bits than the Python number of an eager step.
+        ours = getattr(optimizer, "writes_shadows", False)
+        dtype = torch.float64 if ours or device.type == "cpu" else torch.float32
+        self._device = device
+        groups = optimizer.param_groups
+        self._sent = [None if self._on_device(g["lr"]) else float(g["lr"]) for g in groups]
+        self._tensors = [None if n is None else torch.full((), n, dtype=dtype, device=device) for n in self._sent]
+        self._read = [g["lr"] if n is None else None for g, n in zip(groups, self._sent, strict=True)]
+
+    @contextmanager
+    def in_groups(self) -> Iterator[None]:
+        """Put the tensors in the places of the numbers while the context lasts."""
+        groups = self._optimizer.param_groups
+        numbers = [group["lr"] for group in groups]
+        try:
+            for group, tensor in zip(groups, self._tensors, strict=True):
+                group["lr"] = group["lr"] if tensor is None else tensor
+            yield
+        finally:
+            for group, number in zip(groups, numbers, strict=True):
+                group["lr"] = number
+
+    @contextmanager
+    def capturable(self) -> Iterator[None]:
+        """Set ``capturable``, for which torch's Adam asks while a graph is captured; its fused kernel is so anyway."""
+        groups = [group for group in self._optimizer.param_groups if "capturable" in group]
+        before = [group["capturable"] for group in groups]
+        try:
+            for group in groups:
+                group["capturable"] = True
+            yield
+        finally:
+            for group, value in zip(groups, before, strict=True):
+                group["capturable"] = value
+
+    def send(self) -> None:
+        """Bring the numbers of the groups to the device, those that changed."""
+        for place, (group, tensor) in enumerate(zip(self._optimizer.param_groups, self._tensors, strict=True)):
+            if tensor is not None and (now := float(group["lr"])) != self._sent[place]:
+                tensor.fill_(now)
+                self._sent[place] = now
+
+    def changed(self) -> str | None:
+        """Return what makes the graph read another tensor than that of a group; None where nothing does."""
+        for place, (group, known) in enumerate(zip(self._optimizer.param_groups, self._read, strict=True)):
+            lr: Any = group["lr"]
+            if (lr is not known) if known is not None else self._on_device(lr):
+                return f"param_groups[{place}]['lr'] is another tensor"
+        return None
+
+    def _on_device(self, lr: Any) -> bool:
+        return isinstance(lr, Tensor) and (lr.device.type != "cpu" or self._device.type == "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """Shadows of one store that the graph reads or writes. ``read``: it does read them."""
+
+    store: ShadowStore
+    weights: list[Tensor]
+    shadows: list[Tensor]
+    marks: list[object]
+    read: bool
+
+    def same(self) -> bool:
+        return all(map(operator.is_, self.store.marks_of(self.weights), self.marks))
+
+
+class ShadowLinks:
+    """Shadows that a step concerns: those its forward reads, and all those of weights that it changes."""
+
+    def __init__(self, iteration: Iteration) -> None:
+        self._optimizer: Optimizer = iteration.optimizer
+        self._writes = bool(getattr(self._optimizer, "writes_shadows", False))
+        own = {id(store) for store in iteration.stores()}
+        parameters = iteration.parameters
+        self._links: list[_Link] = []
+        for store in stores():
+            pairs = [(p, shadow) for p in parameters if (shadow := store.shadow_of(p)) is not None]
+            if pairs:
+                weights, shadows = map(list, zip(*pairs, strict=True))
+                self._links.append(_Link(store, weights, shadows, store.marks_of(weights), id(store) in own))
+        self._known = {id(link.store) for link in self._links}
+
+    def same(self) -> bool:
+        """Return whether the shadows are still those that the graph reads and writes."""
+        return all(link.same() for link in self._links)
+
+    def before(self) -> None:
+        """Copy changed weights to their shadows before a replay, where the graph itself does not."""
+        if self._writes:
+            with torch.no_grad():
+                for link in self._links:
+                    if link.read:
+                        link.store.read(link.weights)
+
+    def after(self) -> None:
+        """Mark shadows after a replay: a forward must not read old ones, nor a pending backward new ones."""
+        for store in stores():
+            # These shadows hold the weights of before the step: the next forward outside refreshes them.
+            if not self._writes or id(store) not in self._known:
+                store.note_stepping(parameters_of(self._optimizer))
+        if self._writes:
+            for link in self._links:
+                torch.autograd.graph.increment_version(link.shadows)

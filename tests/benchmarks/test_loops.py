@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import loops
-from fxprec.costs.loop_cases import why_no_loops
+from fxprec.kernels.cpu.compiled_attention import why_not
 
 
 def test_a_choice_takes_what_its_way_takes() -> None:
@@ -15,7 +15,7 @@ def test_a_choice_takes_what_its_way_takes() -> None:
     assert other.chosen == other.best == 2.0
 
 
-@pytest.mark.skipif(bool(why_no_loops()), reason=why_no_loops())
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_a_run_prints_both_ways_and_their_prices(capsys: pytest.CaptureFixture[str]) -> None:
     assert loops.main(["--check"]) == 0
     told = capsys.readouterr().out

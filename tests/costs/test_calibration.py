@@ -19,10 +19,9 @@ from fxprec.command_line.main import main
 from fxprec.costs import calibration
 from fxprec.costs import files as cost_files
 from fxprec.costs.calibration import calibrate
-from fxprec.costs.files import costs_of, path_of, read, write
-from fxprec.costs.loop_cases import why_no_loops
-from fxprec.costs.shipped import shipped
+from fxprec.costs.files import costs_of, path_of, read, shipped, write
 from fxprec.kernels.cpu import processor
+from fxprec.kernels.cpu.compiled_attention import why_not
 from fxprec.passes.costs.device_costs import LOOPS, Curve, DeviceCosts, Work
 from fxprec.passes.policy.policy import Policy
 from fxprec.settings import Settings
@@ -228,7 +227,7 @@ def test_a_linear_layer_of_few_rows_is_between_one_row_and_several():
 def test_calibrate_measures_every_kind_of_work():
     found = calibrate("cpu", dtypes=(BF16,), quick=True)
     assert set(found.curves) == {FP32, BF16} and found.threads == torch.get_num_threads()
-    assert found.loops is None if why_no_loops() else found.loops is not None
+    assert found.loops is None if why_not() else found.loops is not None
     one_size = {Work.LOOP_TRAINED, Work.LOOP_SUMS}
     for of_work in found.curves.values():
         assert all(len(curve.points) == (1 if work in one_size else 2) for work, curve in of_work.items())
@@ -254,7 +253,7 @@ def test_costs_that_know_no_loops_leave_them_to_the_shipped_ones():
     own = replace(whole, curves={**whole.curves, BF16: {**whole.curves[BF16], Work.LOOP_SUMS: Curve(((1.0, 1.0),))}})
     for costs, sums in ((replace(whole, curves=without), whole.curves[BF16][Work.LOOP_SUMS](1)), (own, 1.0)):
         settings = Settings(Policy.preset("O1"), BF16, fuse=True, lower=costs)
-        if why_no_loops():  # without AVX-512 or a compiler nothing is priced that cannot run
+        if why_not():  # without AVX-512 or a compiler nothing is priced that cannot run
             assert settings.regions == "" and settings.context().loops is None
         else:
             assert settings.regions == "loops" and settings.context().loops.loop_sums(1) == sums

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxprec
 from benchmarks.__main__ import benchmarks
-from fxprec.costs.shipped import shipped
+from fxprec.costs.files import shipped
 from fxprec.passes.costs.device_costs import Work
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from fxprec.inspection.layers import fold, numbers_of, unfold
+from fxprec.inspection.text import fold, numbers_of, unfold
 
 
 @pytest.mark.parametrize(

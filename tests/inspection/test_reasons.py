@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxprec
-from fxprec.inspection.reasons import in_one, without_figures
+from fxprec.inspection.text import in_one, without_figures
 from made_costs import device
 
 

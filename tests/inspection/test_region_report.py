@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxprec
-from fxprec.inspection.regions import REGION_COLUMNS, RegionReport, region_cells, region_line, regions_of
+from fxprec.inspection.figures import REGION_COLUMNS, RegionReport, region_cells, region_line, regions_of
 
 RUN = RegionReport("fused_add_relu", 3, "triton", "", 3, 2_200, 2_000)
 FALLEN = RegionReport("fused_mul_tanh", 2, "aten", "float64 values", 0, 0, 0)

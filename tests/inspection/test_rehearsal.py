@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxprec
-from fxprec.inspection import rehearsed_run
+from fxprec.inspection import rehearsal
 from fxprec.model.module import conversion_of, is_converted
 from fxprec.testing import count_casts
 from fxprec.torch_internals import OpMode, storage_key
@@ -257,7 +257,7 @@ def test_what_cannot_be_told_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
     x = torch.randn(2, 3, 9, 9)
     model = fxprec.convert(Convolutions(), (x,)).module
-    monkeypatch.setattr(rehearsed_run._Player, "run", fails)
+    monkeypatch.setattr(rehearsal._Player, "run", fails)
     why = "unknown, as a graph does not run on fake tensors (NotImplementedError: no fake of my_op)"
     assert fxprec.report(model).headline.rehearsal.unknown == why and why in str(fxprec.report(model))
 

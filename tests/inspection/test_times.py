@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxprec
-from fxprec.inspection.times import UNKNOWN
+from fxprec.inspection.prices import UNKNOWN
 from made_costs import device
 
 

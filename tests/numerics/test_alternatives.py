@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxprec
+from fxprec.inspection.prices import Prices
 from fxprec.inspection.report import NodeRow
 from fxprec.model.module import conversion_of
 from fxprec.numerics import audit
-from fxprec.numerics.alternatives import Alternatives
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.casts import CASTS
 from made_costs import device
@@ -62,9 +62,9 @@ def of_weight(node: torch.fx.Node) -> bool:
 @pytest.mark.parametrize("name", ["linear", "gelu", "linear_1", "add", "softmax"])
 def test_what_the_other_rule_would_cost(name: str) -> None:
     model = converted()
-    alternatives = Alternatives(conversion_of(model).settings, gradients=True)
+    alternatives = Prices(conversion_of(model).settings, gradients=True)
     (node,) = (node for node in fxprec.graph_module(model).graph.nodes if node.name == name)
-    found = alternatives.of(node)
+    found = alternatives.other(node)
     assert found is not None and found.precision != str(notes(node).precision.compute).removeprefix("torch.")
     dtype = getattr(torch, found.precision)
     others = {each: getattr(torch, row.compute) for each, row in rows(model).items() if each != "softmax"}
@@ -79,19 +79,19 @@ def test_time_is_that_of_the_costs() -> None:
     settings = dataclasses.replace(conversion_of(model).settings, lower=COSTS)
     graph = fxprec.graph_module(model).graph
     nodes = {node.name: node for node in graph.nodes}
-    found = Alternatives(settings, gradients=True).of(nodes["linear_1"])
+    found = Prices(settings, gradients=True).other(nodes["linear_1"])
     assert found is not None and found.casts == 1  # of what the gelu makes: the sum reads any dtype
     # Two products each way less or more: forward, and backward to input and weight. A shadow is a cast of its gradient
     # and a part of the refresh, and the cast of a value has its backward.
     assert found.seconds == pytest.approx(3 * 20e-6 + 2e-6 - 2 * 1e-6, abs=2.5e-6)
-    alone = Alternatives(settings, gradients=False).of(nodes["linear_1"])
+    alone = Prices(settings, gradients=False).other(nodes["linear_1"])
     assert alone is not None and alone.seconds == pytest.approx(20e-6 + 1e-6, abs=1e-9)
 
 
 def test_what_has_no_other() -> None:
     model = fxprec.convert(Net(), (torch.randn(4, 8),), dtype=torch.bfloat16)[0]
-    alternatives = Alternatives(conversion_of(model).settings, gradients=True)
-    none = [node.name for node in fxprec.graph_module(model).graph.nodes if alternatives.of(node) is None]
+    alternatives = Prices(conversion_of(model).settings, gradients=True)
+    none = [node.name for node in fxprec.graph_module(model).graph.nodes if alternatives.other(node) is None]
     assert {"x", "first_weight", "first_weight_bf16", "x_bf16", "output"} <= set(none) and "linear" not in none
 
 
@@ -115,14 +115,14 @@ def test_an_audit_knows_the_sizes_of_its_run(settings: Any) -> None:
     if not settings:  # of others casts lie elsewhere where sizes are known at first
         assert len(first) == len(second) == 6 and [first[n] for n in SAME] == [second[n] for n in SAME]
         nodes = {node.name: node for node in fxprec.graph_module(converted()).graph.nodes}
-        alternatives = Alternatives(conversion_of(converted()).settings, gradients=True)
+        alternatives = Prices(conversion_of(converted()).settings, gradients=True)
         for name in ("linear", "gelu", "linear_1", "add", "softmax"):
-            assert first[name] == alternatives.of(nodes[name])
+            assert first[name] == alternatives.other(nodes[name])
 
 
 def test_sizes_that_nobody_knows() -> None:
     model = fxprec.convert(Net(), dtype=torch.bfloat16)[0]
     (node,) = (node for node in fxprec.graph_module(model).graph.nodes if node.name == "linear_1")
-    found = Alternatives(conversion_of(model).settings, gradients=True).of(node)
+    found = Prices(conversion_of(model).settings, gradients=True).other(node)
     assert found is not None and (found.casts, found.bytes, found.seconds) == (1, None, None)
     assert str(found) == "float32: +1 casts"

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import fxprec
 from fxprec.model.module import conversion_of
 from fxprec.numerics import tune
-from fxprec.numerics.fewer_lines import Words, in_fewer_lines, overridden
+from fxprec.numerics.overrides import Words, in_fewer_lines, overridden
 from fxprec.numerics.problem import Problem
-from fxprec.numerics.study import Study
+from fxprec.numerics.tune import Study
 from fxprec.passes.graph.annotations import notes
 from made_costs import device
 
@@ -64,7 +64,9 @@ def words_of(nodes: Mapping[str, torch.dtype], policy: fxprec.Policy | None = No
     study = Study.of(Problem(model, F.cross_entropy), conversion_of(model).settings, batches(2))
     words = study._words(nodes)
     start = policy or fxprec.Policy.preset("O1")
-    assert decisions(overridden(start, nodes, words)) == decisions(start.override(nodes=nodes))
+    assert decisions(
+        overridden(start, {words.get(name, ("nodes", name)): each for name, each in nodes.items()})
+    ) == decisions(start.override(nodes=nodes))
     return words
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxprec
 from fxprec.numerics import audit, locate, ranges, tune
-from fxprec.numerics.kept import kept
+from fxprec.numerics.problem import kept
 
 pytestmark = pytest.mark.filterwarnings("ignore::fxprec.SlowDtypeWarning")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fxprec
 from as_it_was import unchanged
 from fxprec.numerics import audit
-from fxprec.numerics.routes import Route
+from fxprec.numerics.ledger import Route
 
 BF16 = torch.bfloat16
 BOUNDS = torch.linspace(-2, 2, 65)

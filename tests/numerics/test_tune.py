@@ -20,8 +20,8 @@ from fxprec.model.module import conversion_of
 from fxprec.numerics import Tuned, audit, tune
 from fxprec.numerics.audit import ledger_of
 from fxprec.numerics.problem import Problem
-from fxprec.numerics.study import Study
-from fxprec.numerics.trial import under as trial
+from fxprec.numerics.problem import under as trial
+from fxprec.numerics.tune import Study
 from fxprec.numerics.tuned import told
 from fxprec.passes.placement.tradeoff import Outcome
 from made_costs import device

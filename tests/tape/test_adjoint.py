@@ -19,8 +19,7 @@ from fxprec.tape import vjp
 from fxprec.tape.adjoint import measured, terms
 from fxprec.tape.exact_ops import EXACT, draws
 from fxprec.tape.memory import TensorPlace
-from fxprec.tape.operation import Operation
-from fxprec.tape.origin import OpOrigin
+from fxprec.tape.operation import Operation, OpOrigin
 from fxprec.tape.recorder import OpRecorder
 from fxprec.tape.vjp import _LINEAR, _PRODUCTS, OpResult, inner, pull
 from fxprec.torch_internals import aten_to_copy

@@ -14,7 +14,7 @@ from fxprec.kernels.rows.run.gradients import finished
 from fxprec.kernels.rows.run.ops import number
 from fxprec.model.module import conversion_of
 from fxprec.numerics import Ledger, audit
-from fxprec.tape.region_ops import region_backward, region_forward
+from fxprec.tape.kernel_ops import region_backward, region_forward
 from kernel_tools import DEVICES, run_in_the_interpreter
 
 cases = pytest.mark.parametrize("device", DEVICES)

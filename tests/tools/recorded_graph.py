@@ -30,7 +30,7 @@ _HOST_READS = ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "n
 _ASKED = {
     "fxprec.optim.one_pass.reading_waits": "aside",
     "fxprec.optim.gradient_check.reading_waits": "aside",
-    "fxprec.numerics.watching.step_numbers.reading_waits": "aside",
+    "fxprec.numerics.watching.verdicts.reading_waits": "aside",
     "fxprec.scaling.loss_scaler.capturing": "record",
     "fxprec.scaling.scale.capturing": "record",
     "fxprec.scaling.unscale.capturing": "record",

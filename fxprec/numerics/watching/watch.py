@@ -21,18 +21,22 @@ from fxprec.host_reads import OnHost, capturing, reading_waits
 from fxprec.model.conversion import Conversion
 from fxprec.model.entry_point import EntryPoint
 from fxprec.model.module import conversion_of
-from fxprec.numerics.finding import Finding
-from fxprec.numerics.kept import kept
-from fxprec.numerics.problem import Problem
-from fxprec.numerics.watching.hold import Hold, is_scaled, skips_on_device
-from fxprec.numerics.watching.kept_call import KeptCall
-from fxprec.numerics.watching.replay import WatchedStep, is_finite_unscaled, outputs_alone, trip_of
-from fxprec.numerics.watching.report import Recording, Seen, StepReport
-from fxprec.numerics.watching.seen_call import SeenCall
-from fxprec.numerics.watching.step_numbers import Numbers, Verdicts
-from fxprec.numerics.watching.trip import Trip
+from fxprec.numerics.finding import Finding, Trip
+from fxprec.numerics.problem import Problem, kept
+from fxprec.numerics.watching.calls import (
+    KeptCall,
+    Recording,
+    Seen,
+    SeenCall,
+    StepReport,
+    WatchedStep,
+    WrittenBuffers,
+    is_finite_unscaled,
+    outputs_alone,
+    trip_of,
+)
+from fxprec.numerics.watching.verdicts import Hold, Numbers, Verdicts, is_scaled, skips_on_device
 from fxprec.numerics.watching.weight_writes import WeightWrites
-from fxprec.numerics.watching.written_buffers import WrittenBuffers
 from fxprec.optim.gradient_check import GradientCheck, check
 from fxprec.optim.triton_update import Plans
 from fxprec.scaling.gradients import dtensor_type, parameters_of

@@ -20,7 +20,7 @@ import captured_tools as tools
 import fxprec
 from fxprec.host_reads import OnHost
 from fxprec.numerics import watch
-from fxprec.whole_step.watched import KeptIteration
+from fxprec.whole_step.put_back import KeptIteration
 
 OPTIMIZERS, batches, recorder, same = tools.OPTIMIZERS, tools.batches, tools.recorder, tools.same
 F16, BF16 = torch.float16, torch.bfloat16
@@ -90,7 +90,7 @@ class Slow:
         self.ticks, self.now = ticks, 0
         monkeypatch.setattr(module, "OnHost", self)
         monkeypatch.setattr(module, "reading_waits", lambda device: True)
-        monkeypatch.setattr("fxprec.numerics.watching.step_numbers.reading_waits", lambda device: True)
+        monkeypatch.setattr("fxprec.numerics.watching.verdicts.reading_waits", lambda device: True)
 
     def of(self, values: Tensor) -> OnHost:
         comes = self.now + self.ticks

@@ -729,7 +729,7 @@ class Slow:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.down, self.waits = False, 0
         monkeypatch.setattr(module, "reading_waits", lambda device: True)
-        monkeypatch.setattr("fxprec.numerics.watching.step_numbers.reading_waits", lambda device: True)
+        monkeypatch.setattr("fxprec.numerics.watching.verdicts.reading_waits", lambda device: True)
         monkeypatch.setattr(module, "OnHost", self)
 
     def of(self, values: Tensor) -> OnHost:

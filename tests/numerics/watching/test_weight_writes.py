@@ -207,7 +207,7 @@ def test_two_optimizers() -> None:
 
 def test_a_device_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flag is read a step later: who wrote is known all the same."""
-    for name in ("watch", "step_numbers"):
+    for name in ("watch", "verdicts"):
         monkeypatch.setattr(f"fxprec.numerics.watching.{name}.reading_waits", lambda device: True)
     model, _ = model_of()
     opt = torch.optim.AdamW(model.parameters(), fused=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import fxprec
-from fxprec.costs.shipped import shipped
+from fxprec.costs.files import shipped
 from fxprec.kernels.cpu import compiled_attention
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.model.module import conversion_of

@@ -333,7 +333,7 @@ def test_the_report_says_why_and_by_which_costs():
 
 def test_a_model_that_only_serves_is_priced_without_a_backward_and_freeze_warns_where_it_was_not():
     """A linear of one row: faster in the low dtype forward, slower with the product of its backward."""
-    costs = fxprec.costs.shipped.shipped("cpu", "a laptop", 2, "none")
+    costs = fxprec.costs.files.shipped("cpu", "a laptop", 2, "none")
     x = torch.randn(1, 512)
 
     def converted():

@@ -1,4 +1,6 @@
-"""Write overrides of nodes in fewer lines: by the type of op, or by the module, where all of it agrees::
+"""Choose overrides of a policy: which nodes compute with a value, and in how few lines they are told.
+
+::
 
     [nodes]                                    [modules]
     "linear" = "float32"               ->      "blocks.*.up" = "float32"
@@ -17,25 +19,56 @@ from typing import Final, TypeAlias
 import torch
 from torch.fx import Node
 
-from fxprec.inspection.layers import fold
-from fxprec.passes.graph.annotations import module_path, notes
+from fxprec.inspection.text import fold
+from fxprec.passes.graph.annotations import Rule, module_path, notes
+from fxprec.passes.graph.casts import CASTS
+from fxprec.passes.ops.table import facts_of
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.policy.terms import Kind
 
 #: Kind and pattern of an override.
 Words: TypeAlias = tuple[Kind, str]
 
+#: Low dtypes that an override takes a node out of.
+LOW: Final = (torch.float16, torch.bfloat16)
 #: A type of op and a pattern with ``*`` want to be about as many nodes: else a name says more.
 _SEVERAL: Final = 2
 
 
-def overridden(policy: Policy, nodes: Mapping[str, torch.dtype], words: Mapping[str, Words]) -> Policy:
-    """Return the policy with overrides of these nodes, each by its kind and pattern if it has any, else by name."""
+def overridden(policy: Policy, precisions: Mapping[Words, torch.dtype]) -> Policy:
+    """Return the policy with these overrides after its own."""
     found: dict[Kind, dict[str, torch.dtype]] = {"ops": {}, "modules": {}, "nodes": {}}
-    for name, precision in nodes.items():
-        kind, pattern = words.get(name, ("nodes", name))
+    for (kind, pattern), precision in precisions.items():
         found[kind][pattern] = precision
     return policy.override(ops=found["ops"], modules=found["modules"], nodes=found["nodes"])
+
+
+def in_fp32(policy: Policy, chosen: Iterable[Words]) -> Policy:
+    """Return the policy with what is chosen in FP32."""
+    return overridden(policy, dict.fromkeys(chosen, torch.float32))
+
+
+def readers(node: Node) -> list[Node]:
+    """Return the nodes that compute with a value, through casts and views."""
+    return near_by(node, lambda each: each.users)
+
+
+def near_by(node: Node, near: Callable[[Node], Iterable[Node]]) -> list[Node]:
+    """Return the nearest nodes with arithmetic of their own, through casts and views; ``near``: users, or inputs."""
+    found: list[Node] = []
+    for each in near(node):
+        # A cast or a view has no arithmetic of its own: whoever reads it decides, and so on through chains of them.
+        if each.target in CASTS or (is_view(each) and [*near(each)]):
+            found += near_by(each, near)
+        elif each.op not in ("placeholder", "output"):
+            found.append(each)
+    return found
+
+
+def is_view(node: Node) -> bool:
+    """Return whether a node shows what it reads in another way, in the dtype that arrives."""
+    row = facts_of(notes(node).op.name)
+    return row.view and row.rule is Rule.FOLLOW
 
 
 def in_fewer_lines(

@@ -1,6 +1,7 @@
-"""Price another dtype for an op of a rewritten graph: casts, bytes, and time by the device's costs.
+"""Price the nodes of a rewritten graph by the device's costs: what one takes, and what its other dtype would change.
 
-Told from the graph as it stands, all other places staying as they are. An op that is low reads casts of what is FP32::
+The other dtype is told from the graph as it stands, all other places staying as they are. An op that is low reads casts
+of what is FP32::
 
     %x_bf16 = cast(%x)                     %linear: float32 = linear(%x, %w)
     %linear: bfloat16 = linear(%x_bf16)    %linear_bf16 = cast(%linear)
@@ -22,7 +23,6 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fxprec.inspection.nodes import is_inserted, is_shadow
-from fxprec.passes.costs.device_costs import DeviceCosts
 from fxprec.passes.dtypes.fake_results import numel_of
 from fxprec.passes.graph.annotations import Arrival, Rule, nested, notes
 from fxprec.passes.graph.subgraphs import attribute_of
@@ -31,7 +31,11 @@ from fxprec.passes.ops.table import facts_of
 from fxprec.passes.placement.op_costs import OpCosts, Price, elements
 from fxprec.passes.placement.sites import site_of
 from fxprec.settings import Settings
-from fxprec.tape.recorder import Size
+from fxprec.tape.memory import Size
+
+#: Sizes, or what the op costs, are not known.
+UNKNOWN: Final = -1.0
+
 
 #: A cast reads four bytes an element and writes two, or the reverse.
 _CAST_BYTES: Final = 6
@@ -60,21 +64,44 @@ class Alternative:
         return f"{self.precision}: {self.casts:+d} casts{moved}{taken}"
 
 
-class Alternatives:
-    """Prices of the other dtype for the ops of rewritten graphs.
+class Prices:
+    """Prices of the nodes of a conversion's graphs.
 
     Args:
         settings: of the conversion.
-        gradients: whether a backward is counted.
+        gradients: whether the backward is counted.
     """
 
     def __init__(self, settings: Settings, gradients: bool) -> None:
         self._context = settings.context(gradients)
         costs = settings.device_costs
         self._costs = costs if settings.dtype in costs.curves else None
-        self._priced: dict[Graph, OpCosts] = {}
+        self._of_graphs: dict[Graph, OpCosts] = {}
 
-    def of(self, node: Node) -> Alternative | None:
+    def seconds(self, node: Node) -> float:
+        """Return seconds of a step; 0 for inputs, shadows and casts within regions; ``UNKNOWN`` for other dtypes."""
+        if node.op == "placeholder" or is_shadow(node) or notes(node).state("in_region"):
+            return 0.0
+        costs = self._of_graph(node.graph)
+        if costs is None or elements(node) is None or node.op == "call_module":
+            return UNKNOWN
+        precision = notes(node).precision
+        if is_inserted(node):
+            return costs.cast(node.all_input_nodes[0]) * 1e-12
+        site = site_of(node, self._context)
+        priced = site.facts.cost is not None
+        dtype = (precision.compute if priced else precision.output) or torch.float32
+        if dtype not in (torch.float32, self._context.low):  # float64, or a low dtype of this node's own
+            return UNKNOWN
+        # Ops without a cost of their own are bound by memory.
+        if not priced:
+            return costs.stream(node, dtype) * 1e-12
+        price = costs.price(site)
+        if isinstance(price, str):
+            return UNKNOWN
+        return (price.low if dtype is self._context.low else price.full) * 1e-12
+
+    def other(self, node: Node) -> Alternative | None:
         """Return the other dtype's price, or None where the op computes nothing in a dtype that is ours to choose."""
         precision, low = notes(node).precision, self._context.low
         current = precision.reads if isinstance(precision.reads, torch.dtype) else precision.output
@@ -97,13 +124,13 @@ class Alternatives:
             dtype_name(other),
             len([each for each in more if not _is_weight(each)]) - len([each for each in fewer if not is_shadow(each)]),
             _bytes(more, fewer, moved, grows=other is torch.float32),
-            self._seconds(node, other, more, fewer),
+            self._seconds_more(node, other, more, fewer),
         )
 
-    def _seconds(self, node: Node, other: torch.dtype, more: list[Node], fewer: list[Node]) -> float | None:
-        if self._costs is None or elements(node) is None:
+    def _seconds_more(self, node: Node, other: torch.dtype, more: list[Node], fewer: list[Node]) -> float | None:
+        costs = self._of_graph(node.graph)
+        if costs is None or elements(node) is None:
             return None
-        costs = self._of_graph(node.graph, self._costs)
         # A price in words says why the device has no figure for this op.
         price = costs.price(site_of(node, self._context)) if notes(node).precision.rule is Rule.LOW else None
         if isinstance(price, str):
@@ -112,12 +139,14 @@ class Alternatives:
         cast = sum(map(costs.cast, more)) - sum(costs.cast(_uncast(each)) for each in fewer)
         return ((full if other is torch.float32 else -full) + cast) * 1e-12
 
-    def _of_graph(self, graph: Graph, costs: DeviceCosts) -> OpCosts:
-        if graph not in self._priced:
+    def _of_graph(self, graph: Graph) -> OpCosts | None:
+        if self._costs is None:
+            return None
+        if graph not in self._of_graphs:
             context = self._context
-            self._priced[graph] = OpCosts.of(costs, context)
-            self._priced[graph].enter(graph)
-        return self._priced[graph]
+            self._of_graphs[graph] = OpCosts.of(self._costs, context)
+            self._of_graphs[graph].enter(graph)
+        return self._of_graphs[graph]
 
 
 @contextlib.contextmanager

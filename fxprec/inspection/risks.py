@@ -1,4 +1,4 @@
-"""Tell which numbers in the user's code are lost in the low dtype: a risk in the report, with the line.
+"""Name the risks of a conversion: numbers in the user's code that low precision loses, and what else is worth a look.
 
 Low ops read the same numbers as FP32 ones, but keep only 8 (bfloat16) or 11 (float16) bits of what they compute::
 
@@ -12,19 +12,46 @@ What would become zero, or leaves the range, is no risk: the passes keep such an
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from fxprec.inspection.nodes import NamedNode, op_name, source_line
-from fxprec.passes.graph.annotations import notes
+from fxprec.inspection.figures import count
+from fxprec.inspection.nodes import NamedNode, op_name, places, source_line
+from fxprec.inspection.text import few
+from fxprec.model.conversion import Conversion
+from fxprec.passes.graph.annotations import Rule, notes
 from fxprec.passes.graph.text import dtype_name, shown_dtype
-from fxprec.passes.ops.table import facts_at
+from fxprec.passes.ops.table import facts_at, facts_of
 
+#: Graphs that were captured and did not serve for long: as many are called a risk.
+_OFTEN: Final = 8
 #: As many lines of the user's are named with one number.
 _LINES: Final = 3
+
+
+def risks_of(conversion: Conversion, lowered: Iterable[str], graphs: Iterable[GraphModule]) -> Iterator[str]:
+    """Yield a line for each risk.
+
+    Args:
+        conversion: whose report it is.
+        lowered: the op of each node that computes in low precision.
+        graphs: those that the report counts.
+    """
+    nodes = (place for number, gm in enumerate(graphs) for place in places(number, gm))
+    yield from lost_constants(nodes, conversion.settings.dtype)
+    low = dtype_name(conversion.settings.dtype)
+    for op, number in Counter(op for op in lowered if facts_of(op).rule is Rule.FULL).items():
+        yield f"{count(number, op)} in {low}, which autocast keeps in FP32: fxprec.numerics.audit tells what that costs"
+    left = len(conversion.captured)
+    if conversion.captures - left >= _OFTEN:
+        yield (
+            f"captured {conversion.captures} times, {count(left, 'graph')} left: calls differ in what graphs are made "
+            "for; print(report.nodes) tells what they are guarded by"
+        )
 
 
 def lost_constants(places: Iterable[NamedNode], low: torch.dtype) -> Iterator[str]:
@@ -48,8 +75,7 @@ def lost_constants(places: Iterable[NamedNode], low: torch.dtype) -> Iterator[st
                 ] = None
     for text, lines in found.items():
         named = [line for line in lines if line]
-        more = f" and {len(named) - _LINES} more" if len(named) > _LINES else ""
-        yield f"{text}: {', '.join(named[:_LINES])}{more}" if named else text
+        yield f"{text}: {few(named, _LINES)}" if named else text
 
 
 def _is_low(node: Node, low: torch.dtype) -> bool:
