@@ -1,7 +1,7 @@
 """What users get for a captured graph: a graph module that stands on its own, in every copy of it too.
 
 It reads the model's own parameters and buffers, under the model's keys where a graph module can have them (see
-``capture/state_names``), and casts explicitly. Regions that recompute their activations do so.
+``capture/lazy_code``), and casts explicitly. Regions that recompute their activations do so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""loop_regions (by way of fuse): what compiled loops take on a CPU, and what stays with torch's kernels."""
+"""worth (by way of fuse): what compiled loops take on a CPU, and what stays with torch's kernels."""
 
 from __future__ import annotations
 
