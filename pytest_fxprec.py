@@ -162,7 +162,7 @@ class PrecisionLock:
 
 
 def _name_of(model: nn.Module) -> str:
-    from fxprec.model.module import conversion_of, is_converted
+    from fxprec.model.conversion import conversion_of, is_converted
 
     return (conversion_of(model).original_class if is_converted(model) else type(model)).__name__
 

@@ -37,7 +37,7 @@ from benchmarks.measure.training_step import Setup, Step, tf32
 from benchmarks.measure.variants import BASELINE, VARIANTS, Variant
 from benchmarks.workloads.tasks import TASKS, Task
 from benchmarks.workloads.training import named
-from fxprec.model.module import is_converted
+from fxprec.model.conversion import is_converted
 
 __all__ = ["DEFAULT", "Run", "Verdict", "compare", "main", "verdict"]
 

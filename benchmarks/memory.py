@@ -38,7 +38,7 @@ from benchmarks.measure.training_step import Setup, tf32
 from benchmarks.measure.variants import BASELINE, VARIANTS, Variant
 from benchmarks.reports.memory import BUDGETS, Row, draw, table, verdicts
 from benchmarks.workloads.training import NAMES, SIZES, Workload, named, workloads
-from fxprec.model.module import is_converted
+from fxprec.model.conversion import is_converted
 
 __all__ = ["DEFAULT", "chosen", "chunked", "main", "measure", "rows_of"]
 

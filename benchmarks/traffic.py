@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 import fxprec
 from benchmarks.measure.peak import HostMeter, Marks, peak_of
-from fxprec.model.module import conversion_of, is_converted
+from fxprec.model.conversion import conversion_of, is_converted
 from fxprec.torch_internals import OpMode
 
 __all__ = ["COLUMNS", "Traffic", "markdown", "rows"]

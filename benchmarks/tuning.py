@@ -41,7 +41,7 @@ from benchmarks.measure.results import save
 from benchmarks.workloads.convnets import ResNet
 from benchmarks.workloads.models import MLP, Decoder, Llama, ViT
 from benchmarks.workloads.training import named
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.numerics.audit import ledger_of
 from fxprec.numerics.problem import Problem, under
 from fxprec.numerics.tune import Study

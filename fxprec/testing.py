@@ -36,7 +36,7 @@ from fxprec.inspection.nodes import (
     select,
     source_line,
 )
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.passes.graph import text
 from fxprec.passes.graph.annotations import Precision, notes
 from fxprec.passes.graph.text import dtype_name

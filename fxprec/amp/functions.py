@@ -21,7 +21,7 @@ import torch
 
 from fxprec.amp.casting import cast_arguments, widest
 from fxprec.amp.state import Kind, state
-from fxprec.model.module import conversion_of, is_converted
+from fxprec.model.conversion import conversion_of, is_converted
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -16,7 +16,7 @@ from fxprec.amp.registered import with_registered
 from fxprec.convert import convert
 from fxprec.errors import ConversionError
 from fxprec.model.checks import settled_device
-from fxprec.model.module import conversion_of, is_converted
+from fxprec.model.conversion import conversion_of, is_converted
 from fxprec.model.swapped import put_back
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.policy.policy import Policy

@@ -22,7 +22,7 @@ from fxprec.convert import convert
 from fxprec.errors import FxprecError, FxprecWarning
 from fxprec.inspection.headline import Headline
 from fxprec.inspection.report import Report, report
-from fxprec.model.module import is_converted
+from fxprec.model.conversion import is_converted
 from fxprec.numerics.problem import Batch, Problem, under
 from fxprec.numerics.tune import search
 from fxprec.passes.policy.policy import Policy

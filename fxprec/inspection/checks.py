@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from fxprec.model.module import is_converted
+from fxprec.model.conversion import is_converted
 from fxprec.model.warm_up import buffers_kept
 from fxprec.passes.dtypes.fake_run import find_disagreement
 from fxprec.passes.graph.annotations import CASTABLE, UNDECIDED, Precision, Rule, notes

@@ -27,7 +27,7 @@ from fxprec.inspection.measured import settings_line
 from fxprec.inspection.nodes import moves_data
 from fxprec.inspection.report import GraphReport, NodeRow, graph_reports, outside_of
 from fxprec.inspection.text import fold, numbers_of, unfold
-from fxprec.model.module import conversion_of, is_converted
+from fxprec.model.conversion import conversion_of, is_converted
 
 _Texts = TypeVar("_Texts", str, tuple[str, str])
 _NUMBERS: Final = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")

@@ -15,8 +15,7 @@ from torch import nn
 
 from fxprec.inspection.figures import parameter_bytes
 from fxprec.inspection.nodes import computes, known_graphs, places
-from fxprec.model.conversion import Conversion
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import Conversion, conversion_of
 from fxprec.passes.graph.text import dtype_name, shown_dtype
 
 #: In the order in which the script of the page reads them.

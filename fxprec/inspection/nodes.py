@@ -19,7 +19,8 @@ from torch.fx import GraphModule, Node
 
 from fxprec.errors import NotCapturedError
 from fxprec.model.captured import Captured
-from fxprec.model.module import conversion_of, graphs, is_converted
+from fxprec.model.conversion import conversion_of, is_converted
+from fxprec.model.module import graphs
 from fxprec.passes.graph.annotations import NO_OP, module_path, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.subgraphs import subgraph_of

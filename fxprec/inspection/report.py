@@ -55,8 +55,7 @@ from fxprec.inspection.risks import risks_of
 from fxprec.inspection.text import columns, in_one, plain, stacked, titled, without_advice, without_figures
 from fxprec.inspection.unnamed import unnamed_methods
 from fxprec.model.captured import Captured
-from fxprec.model.conversion import Conversion
-from fxprec.model.module import conversion_of, is_converted
+from fxprec.model.conversion import Conversion, conversion_of, is_converted
 from fxprec.page.render import framed, render
 from fxprec.passes.graph.annotations import Rule, graph_notes, module_path, notes, weight_path
 from fxprec.passes.graph.subgraphs import every_graph

@@ -13,7 +13,7 @@ from torch import nn
 
 from fxprec.convert import convert
 from fxprec.errors import ConversionError
-from fxprec.model.module import conversion_of, is_converted
+from fxprec.model.conversion import conversion_of, is_converted
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.torch_internals import hide_from_dynamo
 

@@ -11,7 +11,7 @@ import transformers
 
 from fxprec.errors import ConversionError
 from fxprec.integrations.accelerate import use_scaler
-from fxprec.model.module import is_converted
+from fxprec.model.conversion import is_converted
 from fxprec.scaling.loss_scaler import LossScaler
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from fxprec.errors import ConversionError, ServiceWarning
-from fxprec.model.module import is_converted
+from fxprec.model.conversion import is_converted
 from fxprec.model.swapped import is_host
 from fxprec.passes.policy.policy import Policy
 from fxprec.settings import Settings, why_no_kernels

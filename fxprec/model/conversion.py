@@ -1,4 +1,4 @@
-"""What runs when a converted module is called: which graph, on which weights, and what serves where there is none."""
+"""Dispatches the calls of a converted module: to which graph, on which weights, and to autocast where there is none."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ from fxprec.kernels.launch.observers import TRANSFORM, unwatched, watcher
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.model.captured import Captured, rewrite
 from fxprec.model.dynamic import LeftToNet
-from fxprec.model.entry_point import MOST_RESTARTS, EntryPoint
+from fxprec.model.entry_point import MOST_RESTARTS, CallWatcher, EntryPoint
 from fxprec.model.method_names import MethodName
 from fxprec.model.net import RUNS_FP32, Net, inside_net
 from fxprec.model.static import OtherDtypes, StaticEntry
 from fxprec.model.twins import twin_of
-from fxprec.model.watcher import CallWatcher
 from fxprec.model.wrappers import Wrappers
 from fxprec.passes.fuse import region_names
 from fxprec.passes.graph.annotations import notes
@@ -647,3 +646,28 @@ class Conversion:
             category=ServiceWarning,
             stacklevel=user_level(),
         )
+
+
+def is_converted(module: object) -> bool:
+    """Return whether ``module`` itself was converted."""
+    return isinstance(module, nn.Module) and STATE in module.__dict__
+
+
+def conversion_of(module: object) -> Conversion:
+    """Return the conversion of a converted module.
+
+    Raises:
+        ConversionError: it is not converted.
+    """
+    if not is_converted(module):
+        inner = getattr(module, "module", None)
+        if is_converted(inner):
+            raise ConversionError(
+                f"{type(module).__name__} is a wrapper: pass the converted {type(inner).__name__} inside it, "
+                "wrapped.module"
+            )
+        raise ConversionError(
+            f"{type(module).__name__} is not converted: call fxprec.convert(model) first, "
+            "and pass the module that it returned"
+        )
+    return module.__dict__[STATE]  # type: ignore[attr-defined]

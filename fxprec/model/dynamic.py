@@ -18,7 +18,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -29,14 +29,41 @@ from fxprec.capture.dynamo.graph import own_copy, own_graph
 from fxprec.capture.ties import Ties, slots_of
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.model.captured import rewrite
+from fxprec.model.method_names import MethodName
 from fxprec.model.net import RUNS_AS_TOLD, RUNS_FP32, turn_off, under_others, without_net
-from fxprec.model.roles import Method
+from fxprec.model.wrappers import Wrappers
 from fxprec.passes.graph.annotations import SPARSE
 from fxprec.programs.call_form import form_of_call
 from fxprec.programs.dynamo_programs import ArgumentProgram, Calls, ProgramsByMemory, Ran
 from fxprec.programs.memory import mark_all_shared, mark_shared
+from fxprec.programs.packed_weights import PackedWeights
 from fxprec.programs.program import Program
+from fxprec.settings import Settings
+from fxprec.shadows.store import ShadowStore
 from fxprec.torch_internals import skipped_by_dynamo, wrap_inline
+
+
+class Home(Protocol):
+    """A conversion: its settings, what its graphs read low and packed weights from, captures, the net."""
+
+    settings: Settings
+    store: ShadowStore
+    wrappers: Wrappers
+    packed: PackedWeights | None
+
+    def net_context(self) -> contextlib.AbstractContextManager[Any]: ...
+
+
+class Method(Protocol):
+    """An entry point: its home, its name, the module that has it, and the untouched method, unbound."""
+
+    conversion: Home
+    name: MethodName
+    owner: Callable[[], nn.Module | None]
+    signature: functools.cached_property[inspect.Signature]
+
+    @property
+    def unbound(self) -> Callable[..., Any]: ...
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
-"""Runs one method of a converted model: holds its untouched code, and decides how its graphs are captured.
+"""Runs one method of a converted model: holds its untouched code, chooses how its graphs are captured, tells a watch.
 
 dynamo itself guards the hooks of each module, but not those of all modules: ``HooksSeen`` does, since its graphs hold
-the hooks that a capture met, and are cut where one looks at values.
+the hooks that a capture met, and are cut where one looks at values. ``CallWatcher`` is what ``fxprec.numerics.watch``
+is to a conversion.
 """
 
 from __future__ import annotations
@@ -9,19 +10,20 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from operator import attrgetter, is_
 from types import FunctionType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fxprec.capture.originals import defined_method, marked, original_class, unbound_method
 from fxprec.capture.stepwise import steps_of
 from fxprec.capture.symbolic.guards import HOOKS
-from fxprec.model.dynamic import DynamicGraphs
+from fxprec.model.dynamic import DynamicGraphs, Home
 from fxprec.model.method_names import MethodName
-from fxprec.model.roles import Home
 from fxprec.model.static import StaticGraphs
 from fxprec.model.twins import asks_for_class, twin_of
 from fxprec.torch_internals import global_hooks
@@ -197,3 +199,41 @@ def _parts_of(function: Any) -> tuple[Any, ...]:
 def entry_of(function: Any) -> EntryPoint | None:
     """The entry point of a function that stands on an instance for one that was set there."""
     return marked(function, ENTRY)
+
+
+class CallWatcher(Protocol):
+    """Protocol of a model's watch. All but ``call`` is for ``capture_step``, whose graphs run no Python to look at."""
+
+    def call(self, entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        """Run a call that records gradients, by ``run``."""
+        ...
+
+    def aside(self) -> AbstractContextManager[object]:
+        """Steps in the block are none of the loop's: they leave no trace, and what was known stays."""
+        ...
+
+    def recording(self) -> AbstractContextManager[object]:
+        """A step in the block is looked at by the device alone; what comes is for ``replayed``, of its replays."""
+        ...
+
+    def fixed(self) -> Hashable:
+        """Return what a recording takes as given."""
+        ...
+
+    def begin(self) -> None:
+        """A captured step comes next: read what is known of those before it."""
+        ...
+
+    def written(self) -> Iterable[Tensor]:
+        """The buffers that a call of the model may write."""
+        ...
+
+    def replayed(self, recording: object, optimizer: Optimizer, again: Callable[[float], None]) -> None:
+        """A captured step was launched.
+
+        Args:
+            recording: of its graph.
+            optimizer: that steps in it.
+            again: run its forward and backward once more, without the graph, at a loss scale.
+        """
+        ...

@@ -17,38 +17,13 @@ from torch.fx import Graph, GraphModule
 from fxprec.capture.originals import original_class
 from fxprec.errors import ConversionError, FxprecError
 from fxprec.model.captured import Captured
-from fxprec.model.conversion import STATE, Conversion
+from fxprec.model.conversion import STATE, Conversion, conversion_of, is_converted
 from fxprec.model.swapped import Swapped, as_original, follow_all, portable, swap_class, swap_hosts, take_off
 from fxprec.model.unscaled import expect_scaling
 from fxprec.programs.graph_modules import made_presentable
 from fxprec.settings import Settings
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
-
-
-def is_converted(module: object) -> bool:
-    """Return whether ``module`` itself was converted."""
-    return isinstance(module, torch.nn.Module) and STATE in module.__dict__
-
-
-def conversion_of(module: object) -> Conversion:
-    """The state of a converted module.
-
-    Raises:
-        ConversionError: it is not converted.
-    """
-    if not is_converted(module):
-        inner = getattr(module, "module", None)
-        if is_converted(inner):
-            raise ConversionError(
-                f"{type(module).__name__} is a wrapper: pass the converted {type(inner).__name__} inside it, "
-                "wrapped.module"
-            )
-        raise ConversionError(
-            f"{type(module).__name__} is not converted: call fxprec.convert(model) first, "
-            "and pass the module that it returned"
-        )
-    return module.__dict__[STATE]  # type: ignore[attr-defined]
 
 
 def attach(

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from fxprec.inspection.measured import subject_of
 from fxprec.inspection.nodes import op_name, places
 from fxprec.inspection.prices import Prices, sized
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.numerics.births import Swallow
 from fxprec.numerics.ledger import GradientError, Ledger, OpPart, Row, Sample, ordered
 from fxprec.numerics.problem import Batch, Loss, Problem, kept, not_in_inference_mode

@@ -29,7 +29,7 @@ from torch.fx import Node
 from fxprec.errors import FxprecError
 from fxprec.inspection.nodes import is_own_code, op_name, source_line
 from fxprec.inspection.text import fold
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.numerics.births import Birth, Source
 from fxprec.numerics.overrides import LOW, Words, in_fp32, is_view, near_by, readers
 from fxprec.numerics.problem import converted_anew

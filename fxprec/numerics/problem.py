@@ -16,8 +16,9 @@ from torch.nn.parameter import is_lazy
 from fxprec.capture.pytrees import leaves_of
 from fxprec.capture.untouched import ModelState, RandomState
 from fxprec.errors import ConversionError
+from fxprec.model.conversion import conversion_of
 from fxprec.model.method_names import named_methods
-from fxprec.model.module import attach, conversion_of, take_off
+from fxprec.model.module import attach, take_off
 from fxprec.model.warm_up import values_kept
 from fxprec.scaling.gradients import late_hooks_aside
 from fxprec.torch_internals import tree_map_only

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fxprec.errors import FxprecError
 from fxprec.inspection.measured import subject_of
 from fxprec.inspection.nodes import op_name, short_paths
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.numerics.births import dense
 from fxprec.numerics.magnitudes import Magnitudes, Tally, all_finite, as_floats, can_count
 from fxprec.numerics.problem import Batch, Loss, Problem, kept, not_in_inference_mode, under

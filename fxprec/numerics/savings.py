@@ -26,7 +26,7 @@ from torch.fx import Node
 
 from fxprec.errors import FxprecError
 from fxprec.inspection.nodes import places
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.numerics.ledger import Ledger, Row
 from fxprec.numerics.overrides import LOW, in_fp32, readers
 from fxprec.numerics.problem import Batch, Problem, converted_anew

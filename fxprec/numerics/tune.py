@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 from fxprec.errors import ConversionError
 from fxprec.inspection.nodes import op_name, places
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.numerics.audit import InputErrors, NotFiniteError, ledger_of
 from fxprec.numerics.ledger import Ledger
 from fxprec.numerics.locate import keep_finite

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.inspection.nodes import short_paths, source_line
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.passes.graph.annotations import nested
 from fxprec.tape.attribution import Attribution, NodeOf, observe, written_by
 from fxprec.tape.memory import Memory, Size, TensorPlace

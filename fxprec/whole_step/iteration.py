@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxprec.errors import CaptureError
-from fxprec.model.conversion import Conversion
+from fxprec.model.conversion import Conversion, conversion_of, is_converted
+from fxprec.model.entry_point import CallWatcher
 from fxprec.model.inference import accumulate
-from fxprec.model.module import conversion_of, is_converted
-from fxprec.model.watcher import CallWatcher
 from fxprec.scaling.gradients import leaves_below, parameters_of
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.shadows import ShadowStore

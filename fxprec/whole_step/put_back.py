@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxprec.capture.untouched import ModelState, RandomState
+from fxprec.model.entry_point import CallWatcher
 from fxprec.model.warm_up import values_kept
-from fxprec.model.watcher import CallWatcher
 from fxprec.scaling.gradients import late_hooks_aside
 from fxprec.torch_internals import foreach_copy_, set_called, was_called
 from fxprec.whole_step.iteration import Batch, Iteration

@@ -11,7 +11,7 @@ from torch import nn
 import fxprec
 from fxprec import amp
 from fxprec.amp.state import AmpState, state
-from fxprec.model.module import is_converted
+from fxprec.model.conversion import is_converted
 
 
 @pytest.fixture(autouse=True)

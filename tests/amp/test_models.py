@@ -13,7 +13,7 @@ import fxprec
 from fxprec import amp
 from fxprec.amp.models import check_models, device_of
 from fxprec.amp.state import AmpState, state
-from fxprec.model.module import conversion_of, is_converted
+from fxprec.model.conversion import conversion_of, is_converted
 from fxprec.testing import assert_precision
 
 BF16, F32 = torch.bfloat16, torch.float32

@@ -19,7 +19,7 @@ from fxprec.capture import capturing
 from fxprec.capture.capturing import fewer_collections
 from fxprec.capture.lazy_code import holding, with_code
 from fxprec.capture.symbolic.trace import trace_static
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 
 X = torch.randn(2, 4)
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fxprec
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 
 pytestmark = [
     pytest.mark.slow,

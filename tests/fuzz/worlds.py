@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fxprec
-from fxprec.model.module import is_converted
+from fxprec.model.conversion import is_converted
 from tests.fuzz.snapshot import Leaves, leaves_of
 from tests.fuzz.source import Case
 

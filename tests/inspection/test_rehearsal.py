@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxprec
 from fxprec.inspection import rehearsal
-from fxprec.model.module import conversion_of, is_converted
+from fxprec.model.conversion import conversion_of, is_converted
 from fxprec.testing import count_casts
 from fxprec.torch_internals import OpMode, storage_key
 

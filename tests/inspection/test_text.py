@@ -8,7 +8,7 @@ from torch import nn
 
 import fxprec
 from fxprec.inspection.text import clause_of, without_advice
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 
 FAKE = (
     "Cannot access data pointer of Tensor (e.g. FakeTensor, FunctionalTensor). If you're using torch.compile/export/fx,"

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
 from fxprec.kernels.cpu.packed import Geometry, PackedConv, can_pack, pack_linear
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.passes.graph.annotations import graph_notes
 from fxprec.programs import packed_weights
 

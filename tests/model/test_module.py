@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxprec
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 
 LOW = torch.bfloat16
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.modules import module as modules
 
 import fxprec
+from fxprec.model.conversion import conversion_of
 from fxprec.model.entry_point import MOST_RESTARTS
-from fxprec.model.module import conversion_of
 
 LOW = torch.bfloat16
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxprec
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 
 LOW = torch.bfloat16
 pytestmark = pytest.mark.filterwarnings("ignore::fxprec.ServiceWarning")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxprec
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.model.static import _ENOUGH, _MOST
 
 LOW = torch.bfloat16

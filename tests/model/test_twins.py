@@ -10,7 +10,7 @@ from torch import nn
 
 import fxprec
 from fxprec.capture.originals import original_class
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.model.twins import asks_for_class, twin_of
 
 LOW = torch.bfloat16

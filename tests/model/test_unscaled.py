@@ -19,7 +19,7 @@ from fxprec import amp
 from fxprec.amp.state import AmpState, state
 from fxprec.errors import GradientsWarning
 from fxprec.model import unscaled
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 
 HALF = torch.float16
 WARNED = r"SGD steps on float16 gradients of Net whose loss no loss scaler has scaled"

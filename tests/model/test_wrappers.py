@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxprec
 from fxprec.capture.dynamo import analysis as dynamo
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from log_records import log_records
 
 LOW = torch.bfloat16

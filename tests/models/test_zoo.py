@@ -13,7 +13,7 @@ import fxprec
 from benchmarks.measure.ledgers import added_up
 from benchmarks.workloads.subjects import Subject
 from benchmarks.workloads.zoo import SIZE, ZOO
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.testing import count_casts
 
 pytestmark = [

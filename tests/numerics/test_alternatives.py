@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxprec
 from fxprec.inspection.prices import Prices
 from fxprec.inspection.report import NodeRow
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.numerics import audit
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.casts import CASTS

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxprec
 from as_it_was import unchanged
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.numerics import audit, locate, ranges, tune
 from fxprec.numerics.audit import InputErrors, ledger_of
 from fxprec.numerics.problem import Problem

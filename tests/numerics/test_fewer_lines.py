@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxprec
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.numerics import tune
 from fxprec.numerics.overrides import Words, in_fewer_lines, overridden
 from fxprec.numerics.problem import Problem

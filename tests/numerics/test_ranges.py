@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxprec
 from as_it_was import unchanged
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.numerics import Magnitudes, Range, Ranges, locate, ranges
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fxprec
 from as_it_was import unchanged
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.numerics import Tuned, audit, tune
 from fxprec.numerics.audit import ledger_of
 from fxprec.numerics.problem import Problem

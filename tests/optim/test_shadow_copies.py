@@ -7,7 +7,7 @@ from torch import nn
 import fxprec
 from fxprec import optim
 from fxprec.errors import StaleShadowError
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 
 
 def net():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxprec
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.optim import torch_update as module
 from fxprec.optim.torch_update import slices
 from fxprec.shadows import ShadowStore

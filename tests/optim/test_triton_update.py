@@ -11,7 +11,7 @@ from torch import nn
 import fxprec
 import kernel_tools
 from fxprec import optim
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 
 fused_multiply_add = kernel_tools.fused_multiply_add
 

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxprec
 import fxprec.optim
 from fxprec.kernels.cpu.words import SAMPLES
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.shadows import ShadowStore
 from fxprec.testing import count_casts
 

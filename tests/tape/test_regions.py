@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fxprec
 from fxprec.kernels.rows.run.gradients import finished
 from fxprec.kernels.rows.run.ops import number
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.numerics import Ledger, audit
 from fxprec.tape.kernel_ops import region_backward, region_forward
 from kernel_tools import DEVICES, run_in_the_interpreter

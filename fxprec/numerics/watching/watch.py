@@ -18,9 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fxprec.capture.user_code import user_level
 from fxprec.errors import CaptureError, NonFiniteError, NonFiniteWarning
 from fxprec.host_reads import OnHost, capturing, reading_waits
-from fxprec.model.conversion import Conversion
+from fxprec.model.conversion import Conversion, conversion_of
 from fxprec.model.entry_point import EntryPoint
-from fxprec.model.module import conversion_of
 from fxprec.numerics.finding import Finding, Trip
 from fxprec.numerics.problem import Problem, kept
 from fxprec.numerics.watching.calls import (
@@ -391,7 +390,7 @@ class Watcher:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Keep other calls out of the step meanwhile; see ``fxprec.model.watcher``, as for what follows."""
+        """Keep other calls out of the step meanwhile; see ``fxprec.model.entry_point``, as for what follows."""
         before, held = (self._new, self._step, self._unread, self._busy), self._held.clone()
         self._new, self._step, self._unread, self._busy = [], None, [], False
         self._writes.before(self.steps)

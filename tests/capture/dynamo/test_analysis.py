@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxprec
 from fxprec.capture.dynamo import analysis
 from fxprec.capture.user_code import place
+from fxprec.model.conversion import conversion_of
 from fxprec.model.dynamic import DynamicGraphs
-from fxprec.model.module import conversion_of
 from fxprec.torch_internals import OpMode
 
 LOW = torch.bfloat16

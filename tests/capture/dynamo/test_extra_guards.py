@@ -19,7 +19,7 @@ from torch import nn
 
 import fxprec
 from fxprec.capture.dynamo.extra_guards import ExtraGuards
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 
 LOW = torch.bfloat16
 #: Stands for a module that somebody else wrote.

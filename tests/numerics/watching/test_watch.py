@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxprec
 from faults import FAULTS, NARROW, PLACES, Net, batch, blamed, made
 from fxprec.host_reads import OnHost
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.numerics import Trip, Watcher, locate, watch
 from fxprec.torch_internals import backward_hooks_of, step_hooks, tree_leaves
 

@@ -16,7 +16,7 @@ import fxprec
 from fxprec.costs.files import shipped
 from fxprec.kernels.cpu import compiled_attention
 from fxprec.kernels.rows.run.region import FusedRegion
-from fxprec.model.module import conversion_of
+from fxprec.model.conversion import conversion_of
 from fxprec.passes.graph.annotations import graph_notes
 from fxprec.passes.graph.text import format_graph
 from fxprec.settings import Settings
