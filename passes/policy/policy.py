@@ -13,8 +13,8 @@ numbers, FFTs, linalg have no low kernels); one that names the op or the node, a
 At O0 nothing is changed, whatever the overrides say: that level equals the original bit for bit.
 
 Policies are read from TOML and written to it; examples/policy.toml shows and explains every table. ``[policy]`` holds
-the level, ``[[rules]]`` the rows of custom ops; ``[ops]``, ``[modules]`` and ``[nodes]`` hold the overrides in the order
-in which the file has them: as in Python, the last that matches wins.
+the level, ``[[rules]]`` the rows of custom ops; ``[ops]``, ``[modules]`` and ``[nodes]`` hold the overrides in the
+order in which the file has them: as in Python, the last that matches wins.
 """
 
 from __future__ import annotations
