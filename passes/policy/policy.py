@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from torch.fx import Node
 
@@ -41,6 +41,9 @@ from fxprec.passes.policy.terms import (
     precision_name,
 )
 from fxprec.passes.policy.toml import dump, load
+
+#: How the reason begins of an op that the table has FULL, and level O3 lowers.
+LOWERED: Final = "level O3 lowers it all the same"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,7 @@ class Policy:
                 value = "" if override.precision else f" = {precision_name(found)}"
                 return found, f"override {override}{value}"
         if self.level == "O3" and known is Rule.FULL and (table_rule is None or table_rule.low_kernel):
-            return Rule.LOW, f"level O3 lowers it all the same ({why})"
+            return Rule.LOW, f"{LOWERED} ({why})"
         return known, why
 
     def of_module(self, path: str, modules: Mapping[str, object]) -> Resolved | None:
