@@ -13,7 +13,8 @@ learned value takes them::
 Kinds of values are told apart in one walk forwards (``Origin``). An integer is a count; a bool or a number of eight
 bits (pixels, quantized weights) is none, as low precision has it exactly. Of float constants those count that hold
 integers alone, or are filled with one that is larger (``full_like(%h, 999.0)``). An input of which nobody knows whether
-it is an integer counts where the program casts it.
+it is an integer counts where the program casts it; where low values are made of it without a cast, integers get another
+graph, which knows (``taken_for_floats``).
 
 A cast to the dtype of a low tensor is FP32 only where its digits matter: where somebody computes with the counts alone,
 compares them with each other, computes in FP32, or returns them. A mask that a learned value is multiplied with stays
@@ -84,6 +85,10 @@ class Origins:
         counted = self._known.get(node) is Origin.COUNT and not facts_at(node).example
         return counted or node in self._exact
 
+    def may_count(self, node: Node) -> bool:
+        """Return whether a value is made of an input of unknown dtype, and of constants."""
+        return self._known.get(node) is Origin.INPUT
+
     def is_exact(self, node: Node) -> bool:
         """Return whether a value is (part of) a count, and somebody needs its digits."""
         return node in self._exact
@@ -147,6 +152,33 @@ class Origins:
         values = [*_values(node, row)]
         floats = any(is_castable(notes(each).dtype) for each in values)
         return floats and max(self._known.get(each, Origin.OTHER) for each in values) is Origin.COUNT
+
+
+def taken_for_floats(graph: Graph, low: torch.dtype) -> set[Node]:
+    """Return the inputs of unknown dtype of which something low is computed that is FP32 where they are integers.
+
+    Nobody could tell when the graph was decided, and a cast that tests its tensor leaves an integer as it is, but not
+    what a number made of it.
+    """
+    inputs = {node for node in graph.find_nodes(op="placeholder") if notes(node).dtype is UNKNOWN}
+    if not inputs:
+        return inputs
+    origins = Origins()
+    origins.enter(graph, {})
+    read: set[Node] = set()  # as values, not as indices alone
+    behind: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if not origins.may_count(node):
+            continue
+        users = [user for user in node.users if user.op == "output" or node in {*_values(user, facts_at(user))}]
+        if any(user in read or not origins.may_count(user) for user in users):
+            read.add(node)
+        row, precision = facts_at(node), notes(node).precision
+        moves = node.op == "placeholder" or row.view or row.exact or row.same
+        computed = node in read and not moves and low in (precision.reads, precision.output)
+        if computed or not behind.isdisjoint(users):
+            behind.add(node)
+    return behind & inputs
 
 
 def _values(node: Node, row: OpRule) -> Iterator[Node]:

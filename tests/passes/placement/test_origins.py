@@ -125,6 +125,48 @@ def test_integers_are_not_rounded(spelling, settings):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-4)
 
 
+#: Floats that are made of an integer input without a cast: without inputs nobody knows that it is an integer.
+UNCAST = {
+    "a quotient": lambda m, h, ids, mask: turned((ids / 512 * 1000)[..., None] * m.inv_freq),
+    "a product": lambda m, h, ids, mask: turned((ids * 0.123)[..., None] * m.inv_freq),
+    "with a buffer": lambda m, h, ids, mask: turned(ids[..., None] * m.inv_freq),
+    "outer": lambda m, h, ids, mask: turned(torch.outer(ids[0], m.inv_freq)),
+    "a sum": lambda m, h, ids, mask: (ids[0] + 0.25).sin(),
+    "of views": lambda m, h, ids, mask: torch.stack([ids.t() / 3, ids.t() / 7], 1).sin(),
+    "of a sum of integers": lambda m, h, ids, mask: ((ids + 1).unsqueeze(-1) * m.inv_freq).sin(),
+    "a total": lambda m, h, ids, mask: (ids / 3).cumsum(1).div(1000).sin(),
+    "a comparison": lambda m, h, ids, mask: (ids[0, :, None] + 0.5 < ids[0, None] + 0.75).float(),
+    "what is returned": lambda m, h, ids, mask: ids * 0.5,
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("spelling", UNCAST)
+def test_a_graph_that_was_captured_without_inputs_rounds_no_integers(spelling, level):
+    model = Model(UNCAST[spelling])
+    expected = model(*INPUTS)[0]
+    converted = fxprec.convert(model, dtype=BF16, level=level, capture="symbolic").module
+    converted(INPUTS[0], INPUTS[1].float(), INPUTS[2])
+    torch.testing.assert_close(converted(*INPUTS)[0], expected, rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda m, h, ids, mask: m.inv_freq[(ids + 1) % 4],
+        lambda m, h, ids, mask: nn.functional.embedding((ids * 2).view(-1) % 8, m.layer.weight),
+        lambda m, h, ids, mask: h.masked_fill((ids > 3)[..., None], 0.0),
+        lambda m, h, ids, mask: h * ids[..., None].to(h.dtype),
+        lambda m, h, ids, mask: h * 2 + mask[..., None],
+    ],
+    ids=["an index", "ids of a lookup", "a comparison", "a mask", "floats"],
+)
+def test_integers_of_which_no_float_is_made_cost_no_further_graph(f):
+    model = fxprec.convert(Model(f), dtype=BF16, level="O2", capture="symbolic").module
+    model(*INPUTS)
+    assert len(fxprec.graphs(model)) == 1
+
+
 def test_the_report_says_why():
     model = fxprec.convert(Model(SPELLINGS["inv_freq @ ids.type_as(h)"]), dtype=BF16, example_inputs=INPUTS).module
     whys = {row.op: row.why for row in fxprec.report(model).graphs[0].rows}
