@@ -96,7 +96,7 @@ class _Promotion(GraphWalk):
             not floats and rule not in (Rule.LOW, Rule.FULL) and (site.facts.native_promotion or len(site.data) == 1)
         ):
             return self.settle(site, floats, Rule.FOLLOW, None)
-        if not floats or reads is not self.context.low or not site.adds_up_low(self.context):
+        if not floats or reads is not self.context.low or not site.adds_up_low(self.context, self.learned):
             return self.settle(site, floats, rule, reads)
         self.settle(site, floats, rule, torch.float32)
         notes(site.node).root_dtype = self.dtypes[site.node] = reads

@@ -287,7 +287,7 @@ class CutWalk(GraphWalk):
                 variables.pin_shared(node, variable := variables.new(node), self.context.low)
         else:
             variable = variables.new(node)
-        read = FP32 if floats and site.adds_up_low(self.context) else variable
+        read = FP32 if floats and site.adds_up_low(self.context, self.learned) else variable
         variables.read_data(site, read)
         self.promote(site, variable)
         if floats:

@@ -146,12 +146,12 @@ def _shares_memory_of(node: Node) -> Iterator[Node]:
                 return
         if op.name == "getattr" and node.args[1] not in VIEW_ATTRIBUTES | {"real"}:
             return
-        if op.name == "getitem" and _picks_by_tensor(node.args[1]):
+        if op.name == "getitem" and picks_by_tensor(node.args[1]):
             return
     yield from shared_sources(node)
 
 
-def _picks_by_tensor(index: object) -> bool:
+def picks_by_tensor(index: object) -> bool:
     """Advanced indexing copies: an index that is (or holds) a tensor or a list."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(
