@@ -58,6 +58,9 @@ class _Promotion(GraphWalk):
     def has(self, node: Node) -> bool:
         return node in self.dtypes
 
+    def is_wide(self, node: Node) -> bool:
+        return self.dtypes[node] is torch.float32
+
     def assign_dtype(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
         self.dtypes[node] = dtype
         if source and self.context.policy.lowers_sources:

@@ -107,6 +107,9 @@ class CutWalk(GraphWalk):
     def has(self, node: Node) -> bool:
         return node in self.variables.value
 
+    def is_wide(self, node: Node) -> bool:
+        return self.variables.value[node] == FP32
+
     def assign_dtype(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
         variables = self.variables
         base = base_of(node)

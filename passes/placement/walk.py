@@ -73,6 +73,10 @@ class GraphWalk:
         """Return whether the node's value is a float that was given a dtype."""
         raise NotImplementedError
 
+    def is_wide(self, node: Node) -> bool:
+        """Return whether a value that has a dtype is FP32 for certain, as it arrives."""
+        raise NotImplementedError
+
     def assign_dtype(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
         """The node's value has this dtype; ``source``: nothing of the graph flowed into it."""
         raise NotImplementedError
@@ -160,7 +164,8 @@ class GraphWalk:
 
     def _call(self, site: Site) -> None:
         floats = carries_float(notes(site.node).dtype)
-        if site.name == "getitem" and floats and self.has(site.base) and picks_by_tensor(site.node.args[1]):
+        free = site.name == "getitem" and floats and self.has(site.base) and not self.is_wide(site.base)
+        if free and picks_by_tensor(site.node.args[1]):
             lookup = replace(site, facts=facts_of("index"))
             if lookup.adds_up_low(self.context, self.learned):
                 return self.compute(lookup, floats)
