@@ -33,7 +33,7 @@ from torch.fx import Graph, Node
 
 from fxprec.kernels.launch.observers import TRANSFORM, unwatched, watcher
 from fxprec.kernels.launch.operands import PLAIN
-from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, Rule, arg_nodes, is_castable, notes
+from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, Rule, arg_nodes, is_castable, leaves, notes
 from fxprec.passes.graph.subgraphs import attribute_of
 from fxprec.passes.ops.rule import OpRule
 from fxprec.passes.ops.table import facts_at, rule_of
@@ -65,6 +65,8 @@ class Origins:
     def __init__(self) -> None:
         self._known: dict[Node, Origin] = {}
         self._exact: set[Node] = set()
+        self._created: set[Node] = set()  # out of numbers alone
+        self._filled: set[Node] = set()  # counts among these: FP32 only where somebody needs their digits
 
     def enter(self, graph: Graph, operands: Mapping[Node, Node]) -> None:
         """Look at a graph. ``operands``: placeholder of a body that runs as part of its caller -> what it is given."""
@@ -82,7 +84,7 @@ class Origins:
 
     def counts(self, node: Node) -> bool:
         """Return whether what a node computes is a count, or a constant that goes into one."""
-        counted = self._known.get(node) is Origin.COUNT and not facts_at(node).example
+        counted = self._known.get(node) is Origin.COUNT and node not in self._filled and not facts_at(node).example
         return counted or node in self._exact
 
     def may_count(self, node: Node) -> bool:
@@ -111,7 +113,10 @@ class Origins:
             return Origin.OTHER
         sources = [self._known.get(source, Origin.OTHER) for source in _values(node, row)]
         origin = max(sources, default=Origin.CONSTANT)
-        if row.example and origin is Origin.CONSTANT and _fills_with_count(node):
+        if (origin is Origin.CONSTANT and not sources) or (row.view and self._created.issuperset(_values(node, row))):
+            self._created.add(node)
+        if origin is Origin.CONSTANT and self._is_filled_with_count(node, row):
+            self._filled.add(node)
             return Origin.COUNT
         if row.rule is Rule.LOW and Origin.INPUT in sources:  # a product takes no integers: it is a float input
             return Origin.OTHER
@@ -119,6 +124,17 @@ class Origins:
             return Origin.COUNT
         periodic = row.periodic or (isinstance(info, torch.dtype) and info.is_complex)
         return Origin.CONSTANT if periodic and origin is not Origin.OTHER else origin
+
+    def _is_filled_with_count(self, node: Node, row: OpRule) -> bool:
+        """Return whether a constant is made with an integer that bfloat16 may not hold, and FP32 does.
+
+        Of what is made of ones and zeros in two steps (``h.new_ones(4) * 301``) negative ones are masks.
+        """
+        if row.numbers == "fill" and node in self._created:
+            written = row.example or notes(node).op.name == "full"  # behind an example, or a shape
+            return any(_is_count(abs(number)) for number in _numbers(node, 1 if written else 0))
+        created = row.numbers in ("added", "factors") and self._created.issuperset(_values(node, row))
+        return created and any(map(_is_count, _numbers(node, 0)))
 
     def _from_outside(self, node: Node) -> Origin:
         annotations = notes(node)
@@ -135,7 +151,7 @@ class Origins:
         """
         row = facts_at(user)
         if self._known.get(user) is Origin.COUNT:
-            moves = row.view or row.exact or row.same
+            moves = row.view or row.exact or row.same or user in self._filled
             return user in self._exact if moves else True
         if of is Origin.CONSTANT:
             return user in self._exact
@@ -191,11 +207,14 @@ def _values(node: Node, row: OpRule) -> Iterator[Node]:
             yield source
 
 
-def _fills_with_count(node: Node) -> bool:
-    """Return whether an op fills a tensor with an integer that bfloat16 may not hold, and FP32 does."""
-    number = next((each for each in (*node.args[:0:-1], *node.kwargs.values()) if type(each) in (int, float)), 0)
-    assert isinstance(number, int | float)
-    return facts_at(node).numbers == "fill" and 256 < abs(number) <= 1 << 24 and number == int(number)
+def _numbers(node: Node, position: int) -> Iterator[float]:
+    """Yield the numbers among the arguments from a position on, and among the keywords."""
+    given = (*node.args[position:], *node.kwargs.values())
+    return (leaf for leaf in leaves(given) if type(leaf) in (int, float))
+
+
+def _is_count(number: float) -> bool:
+    return 256 < number <= 1 << 24 and number == int(number)
 
 
 def _holds_counts(value: object) -> bool:

@@ -83,6 +83,15 @@ SPELLINGS = {
     "a target": lambda m, h, ids, mask: torch.nn.functional.mse_loss(ids.type_as(h), ids.type_as(h) + 0.5),
     "full_like": lambda m, h, ids, mask: turned(torch.full_like(h[..., :1], 999.0) * m.inv_freq),
     "new_full": lambda m, h, ids, mask: turned(h.new_full((3, 1), 999) * m.inv_freq),
+    "full(dtype=h.dtype)": lambda m, h, ids, mask: turned(torch.full((3, 1), 301, dtype=h.dtype) * m.inv_freq),
+    "tensor(dtype=h.dtype)": lambda m, h, ids, mask: turned(
+        torch.tensor([301, 407], dtype=h.dtype)[:, None] * m.inv_freq
+    ),
+    "new_tensor": lambda m, h, ids, mask: turned(h.new_tensor([301, 407])[:, None] * m.inv_freq),
+    "new_ones": lambda m, h, ids, mask: turned((h.new_ones(3) * 301)[:, None] * m.inv_freq),
+    "a view of ones_like": lambda m, h, ids, mask: turned(torch.ones_like(h[0, :, 0])[:, None] * 301 * m.inv_freq),
+    "zeros_like": lambda m, h, ids, mask: turned((torch.zeros_like(h[..., :1]) + 301) * m.inv_freq),
+    "ones(dtype=h.dtype)": lambda m, h, ids, mask: turned((torch.ones(3, 1, dtype=h.dtype) * 301) * m.inv_freq),
     "equal": lambda m, h, ids, mask: (t := ids[0].type_as(h), (t[:, None] == t[None]).sum().float())[1],
     "less": lambda m, h, ids, mask: ((ids.to(h.dtype) + 1) < 600).float(),
     "equal, and read low": lambda m, h, ids, mask: (
@@ -191,8 +200,10 @@ def decided(tools):
         lambda x, w, ids: (y := nn.functional.linear(x, w)) * ids.unsqueeze(0).type_as(y).squeeze(0),
         lambda x, w, ids: (y := nn.functional.linear(x, w)) * (1 - (ids > 2).type_as(y)),
         lambda x, w, ids: (y := nn.functional.linear(x, w)) * torch.full_like(y, 999.0),
+        lambda x, w, ids: (y := nn.functional.linear(x, w)) * 2 + torch.ones_like(y) * -1000.0,
+        lambda x, w, ids: (y := nn.functional.linear(x, w)) * 2 + torch.ones_like(y) * 1000.0,
     ],
-    ids=["a mask of integers", "of bools", "through views", "inverted", "a factor"],
+    ids=["a mask of integers", "of bools", "through views", "inverted", "a factor", "a mask of ones", "a term"],
 )
 def test_a_mask_casts_nothing(decided, f):
     """A learned value is multiplied with a mask in its own dtype, as it was."""
