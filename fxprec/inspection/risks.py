@@ -6,7 +6,8 @@ Low ops read the same numbers as FP32 ones, but keep only 8 (bfloat16) or 11 (fl
     y * 0.999                         # bfloat16: gives y back, always
     y.clamp(max=1 - 1e-4)             # bfloat16: the bound is 1.0, and log(1 - y) is infinite
 
-What would become zero, or leaves the range, is no risk: the passes keep such an op in FP32 (``placement.pins``).
+What would become zero, or leaves the range, is no risk: the passes keep such an op in FP32 (``placement.pins``). So is
+a bound that is an integer in low precision, but with ``placement="autocast"``.
 """
 
 from __future__ import annotations

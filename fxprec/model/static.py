@@ -17,12 +17,16 @@ from fxprec.capture.symbolic.trace import StaticCapture, trace_static
 from fxprec.model.captured import Captured
 from fxprec.passes.fuse import largest_left, wants_sizes
 from fxprec.passes.fusion.worth import grows_to
+from fxprec.passes.graph.annotations import notes
 from fxprec.programs.memory import SharedMemory, constants_of, mark_shared
 from fxprec.programs.shapes import propagate_shapes
 from fxprec.shadows import ShadowStore
 
 #: Input dtypes for which a graph captured without inputs is right as it stands: its run-time tests tell them apart.
 _ASSUMED: Final = frozenset({torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+
+#: Integers that low precision cannot count in: what is made of them is FP32, in a graph that was rewritten for them.
+_COUNTS: Final = frozenset({torch.int64, torch.int32, torch.int16})
 
 #: Graphs for the same tensor arguments, before dynamo takes over: a number that changes with every call (a step, a
 #: temperature) is a constant of a static graph, and an input of dynamo's.
@@ -51,7 +55,8 @@ class StaticEntry:
     """Graph that is ready to run: guards, program, and where its weights are read from at each call.
 
     Reading by (dict, key) makes functional_call, parametrizations and replaced tensors count. ``kinds``: the inputs'
-    kinds that it was rewritten for; None: FP32 floats were assumed. ``memory``: how the inputs and the weights in
+    kinds that it was rewritten for; None: FP32 floats were assumed. ``floats``: of each input whether it matters that
+    it is none that counts. ``memory``: how the inputs and the weights in
     ``watched`` share memory; None: the graph writes to none of them. ``most``: where regions were left out because they
     are small, elements of each input up to which they are (``worth``). ``wants_sizes``: regions would have been
     left out if sizes had been known. ``layouts``: of the inputs, where one is sparse. ``single``: place in ``plain`` of
@@ -64,6 +69,7 @@ class StaticEntry:
     low_dtypes: list[torch.dtype]
     plain_dtypes: list[torch.dtype]
     kinds: list[_Kind] | None
+    floats: tuple[bool, ...]
     watched: _Places
     memory: SharedMemory | None
     most: tuple[int, ...] | None
@@ -93,6 +99,7 @@ class StaticEntry:
             low_dtypes,
             plain_dtypes,
             kinds,
+            tuple(notes(node).taken_for_float for node in captured.gm.graph.find_nodes(op="placeholder")),
             watched,
             memory,
             most,
@@ -118,8 +125,10 @@ class StaticEntry:
             if self.wants_sizes or self.is_outgrown(tensors):
                 return False
             if self.kinds is None:
-                for tensor in tensors:
+                for tensor, taken_for_float in zip(tensors, self.floats, strict=True):
                     if tensor.dtype not in _ASSUMED or not tensor.dim():
+                        return False
+                    if taken_for_float and tensor.dtype in _COUNTS:
                         return False
             elif self.kinds != _kinds(tensors):
                 return False

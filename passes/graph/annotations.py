@@ -121,6 +121,8 @@ class Annotations:
     memory: Annotated[Any, "capture"] = None
     #: Whether an input is what another piece of the method computed, or may be: no input of the model.
     handed_over: Annotated[bool, "capture"] = False
+    #: Of an input whose dtype nobody knew: something low is made of it that would be FP32 if it were an integer.
+    taken_for_float: Annotated[bool, "decide"] = False
     #: The canonical op.
     op: Annotated[Op, "canonicalize", "make_functional"] = NO_OP
     #: Whether the graph writes to the memory of this input, parameter or buffer.

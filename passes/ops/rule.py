@@ -68,6 +68,8 @@ class OpRule:
         dtype_keyword: the op takes ``dtype=`` and accumulates in it while reading low natively (sum, mean).
         adds_up: device types on which its backward adds up gradients of one place in the dtype of its data, so that a
             weight's stalls: it reads FP32 there, and its result is cast.
+        lookup: its first data are a table, whatever made it.
+        pads: its ``mode`` says whether it repeats values, and so adds up at all.
         low_kernel: whether there is a kernel for low inputs at all, forward and backward: without one a FULL op stays
             FULL even where a level or a placement would have it run low.
         boolean: of bool operands it gives the same as of their zeros and ones in FP32.
@@ -172,6 +174,8 @@ class OpRule:
     mixed: frozenset[str] = frozenset()
     dtype_keyword: bool = False
     adds_up: frozenset[str] = frozenset()
+    lookup: bool = False
+    pads: bool = False
     view: bool = False
     low_kernel: bool = True
     autocast: Rule | None = None

@@ -21,6 +21,7 @@ from fxprec.passes.graph.annotations import NON_TENSOR, Rule, notes
 from fxprec.passes.ops.aliases import written_by
 from fxprec.passes.ops.table import facts_at
 from fxprec.passes.placement.pins import overflows, written_classes
+from fxprec.passes.placement.saturation import saturating_chains, spared
 from fxprec.passes.placement.sites import Site, assumed_original, base_of, carries_float, names_dtype, precision_of
 from fxprec.passes.placement.walk import GraphWalk
 
@@ -38,11 +39,14 @@ class _Promotion(GraphWalk):
         self.dtypes: dict[Node, torch.dtype] = {}
         self.sources: set[Node] = set()  # they count as low from O2 on
         self.classes: dict[Node, Node] = {}
+        self.near_poles: set[Node] = set()
         self.original: set[Node] = set()  # roots of written memory whose bits are read: it cannot be low
 
     def enter(self, graph: Graph, returns: bool) -> None:
         classes = written_classes(graph)
         self.classes |= classes
+        if self.context.policy.lowers_parameters:
+            self.near_poles |= saturating_chains(graph, False, self.context.low).keys()
         self.original |= {root for node, root in classes.items() if self.reads_bits(node)}
 
     def reads_bits(self, node: Node) -> bool:
@@ -53,6 +57,9 @@ class _Promotion(GraphWalk):
 
     def has(self, node: Node) -> bool:
         return node in self.dtypes
+
+    def is_wide(self, node: Node) -> bool:
+        return self.dtypes[node] is torch.float32
 
     def assign_dtype(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
         self.dtypes[node] = dtype
@@ -72,6 +79,7 @@ class _Promotion(GraphWalk):
         del notes(node).root_dtype
 
     def compute(self, site: Site, floats: bool) -> None:
+        site = spared(site, self.near_poles)
         rule = self.listed(site) if set(site.data).isdisjoint(written_by(site.node)) else Rule.KEEP
         if self.classes.get(site.node, site.node) is not site.node and self.has(site.base):
             if floats:  # a view of memory that is written: a cast would miss the writes
@@ -91,7 +99,7 @@ class _Promotion(GraphWalk):
             not floats and rule not in (Rule.LOW, Rule.FULL) and (site.facts.native_promotion or len(site.data) == 1)
         ):
             return self.settle(site, floats, Rule.FOLLOW, None)
-        if not floats or reads is not self.context.low or not site.adds_up_low(self.context):
+        if not floats or reads is not self.context.low or not site.adds_up_low(self.context, self.learned):
             return self.settle(site, floats, rule, reads)
         self.settle(site, floats, rule, torch.float32)
         notes(site.node).root_dtype = self.dtypes[site.node] = reads

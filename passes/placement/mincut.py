@@ -30,10 +30,11 @@ from fxprec.passes.placement.pins import (
     commutes_with_rounding,
     exp_chains,
     overflowing_square,
+    rounded_to_integer,
     unsafe_number,
     written_classes,
 )
-from fxprec.passes.placement.saturation import saturating_chains
+from fxprec.passes.placement.saturation import saturating_chains, spared
 from fxprec.passes.placement.sites import (
     Site,
     assumed_original,
@@ -89,6 +90,7 @@ class CutWalk(GraphWalk):
         self.squares: set[Node] = set()  # what low memory cannot hold
         self.origins = Origins()
         self.saturated: dict[Node, str] = {}
+        self.near_poles: set[Node] = set()
         self.digits: dict[Node, str] = {}  # calls that name another tensor's dtype, and give FP32 all the same -> why
 
     def enter(self, graph: Graph, returns: bool) -> None:
@@ -97,11 +99,16 @@ class CutWalk(GraphWalk):
         self.classes |= written_classes(graph)
         self.chains |= exp_chains(graph)
         self.origins.enter(graph, self.operands)
-        if not self.context.policy.lowers_parameters:  # O3 lowers the poles as well
-            self.saturated |= saturating_chains(graph, returns)
+        lowers_poles = self.context.policy.lowers_parameters
+        chains = saturating_chains(graph, returns and not lowers_poles, self.context.low)
+        self.saturated |= {} if lowers_poles else chains
+        self.near_poles |= chains.keys()
 
     def has(self, node: Node) -> bool:
         return node in self.variables.value
+
+    def is_wide(self, node: Node) -> bool:
+        return self.variables.value[node] == FP32
 
     def assign_dtype(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
         variables = self.variables
@@ -151,6 +158,7 @@ class CutWalk(GraphWalk):
         elif not set(site.data).isdisjoint(written_by(site.node)):
             self.keep(site, floats)
         else:
+            site = spared(site, self.near_poles)
             square = overflowing_square(site, self.context)
             if square is not None:
                 self.squares.add(site.node)
@@ -270,16 +278,19 @@ class CutWalk(GraphWalk):
             if floats:  # made in the dtype that the call gives, or out of integers
                 self.assign_named_dtype(site, assumed_original(info), source=True)
             return self.decide(node, Rule.FOLLOW, site.why)
-        if not floats and (site.facts.native_promotion or len(site.data) == 1):
+        bound = floats or any(rounded_to_integer(site.facts, each, self.context.low) is not None for each in node.args)
+        if not bound and (site.facts.native_promotion or len(site.data) == 1):
             return self.decide(node, Rule.FOLLOW, f"{site.why}; reads what arrives")
         unsafe = self.unsafe(site)
         if unsafe:
             variable = FP32
-        elif floats and assumed_original(info) is self.context.low:
+        elif floats and assumed_original(info) is self.context.low and not self.nears_pole(site):
             variable = LOW
+            if node in self.classes and self.context.policy.lowers_parameters:  # unless what is written wants FP32
+                variables.pin_shared(node, variable := variables.new(node), self.context.low)
         else:
             variable = variables.new(node)
-        read = FP32 if floats and site.adds_up_low(self.context) else variable
+        read = FP32 if floats and site.adds_up_low(self.context, self.learned) else variable
         variables.read_data(site, read)
         self.promote(site, variable)
         if floats:
@@ -290,6 +301,11 @@ class CutWalk(GraphWalk):
             if unsafe is COUNTS and variables.unpromoting.issuperset(site.data):
                 variables.unpromoting.add(node)
         self.decide(node, site.rule, unsafe or site.why, read, out=FP32 if read is not variable else None, site=site)
+
+    def nears_pole(self, site: Site) -> bool:
+        """Return whether at O3, where all that weights made counts as low, a value is as wide as what it is made of."""
+        near = site.node in self.near_poles or not self.near_poles.isdisjoint(site.data)
+        return near and self.context.policy.lowers_parameters
 
     def promote(self, site: Site, variable: int) -> None:
         """Let the op that follows be FP32 where an input is."""

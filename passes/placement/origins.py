@@ -13,7 +13,8 @@ learned value takes them::
 Kinds of values are told apart in one walk forwards (``Origin``). An integer is a count; a bool or a number of eight
 bits (pixels, quantized weights) is none, as low precision has it exactly. Of float constants those count that hold
 integers alone, or are filled with one that is larger (``full_like(%h, 999.0)``). An input of which nobody knows whether
-it is an integer counts where the program casts it.
+it is an integer counts where the program casts it; where low values are made of it without a cast, integers get another
+graph, which knows (``taken_for_floats``).
 
 A cast to the dtype of a low tensor is FP32 only where its digits matter: where somebody computes with the counts alone,
 compares them with each other, computes in FP32, or returns them. A mask that a learned value is multiplied with stays
@@ -32,7 +33,7 @@ from torch.fx import Graph, Node
 
 from fxprec.kernels.launch.observers import TRANSFORM, unwatched, watcher
 from fxprec.kernels.launch.operands import PLAIN
-from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, Rule, arg_nodes, is_castable, notes
+from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, Rule, arg_nodes, is_castable, leaves, notes
 from fxprec.passes.graph.subgraphs import attribute_of
 from fxprec.passes.ops.rule import OpRule
 from fxprec.passes.ops.table import facts_at, rule_of
@@ -64,6 +65,8 @@ class Origins:
     def __init__(self) -> None:
         self._known: dict[Node, Origin] = {}
         self._exact: set[Node] = set()
+        self._created: set[Node] = set()  # out of numbers alone
+        self._filled: set[Node] = set()  # counts among these: FP32 only where somebody needs their digits
 
     def enter(self, graph: Graph, operands: Mapping[Node, Node]) -> None:
         """Look at a graph. ``operands``: placeholder of a body that runs as part of its caller -> what it is given."""
@@ -81,8 +84,12 @@ class Origins:
 
     def counts(self, node: Node) -> bool:
         """Return whether what a node computes is a count, or a constant that goes into one."""
-        counted = self._known.get(node) is Origin.COUNT and not facts_at(node).example
+        counted = self._known.get(node) is Origin.COUNT and node not in self._filled and not facts_at(node).example
         return counted or node in self._exact
+
+    def may_count(self, node: Node) -> bool:
+        """Return whether a value is made of an input of unknown dtype, and of constants."""
+        return self._known.get(node) is Origin.INPUT
 
     def is_exact(self, node: Node) -> bool:
         """Return whether a value is (part of) a count, and somebody needs its digits."""
@@ -106,7 +113,10 @@ class Origins:
             return Origin.OTHER
         sources = [self._known.get(source, Origin.OTHER) for source in _values(node, row)]
         origin = max(sources, default=Origin.CONSTANT)
-        if row.example and origin is Origin.CONSTANT and _fills_with_count(node):
+        if (origin is Origin.CONSTANT and not sources) or (row.view and self._created.issuperset(_values(node, row))):
+            self._created.add(node)
+        if origin is Origin.CONSTANT and self._is_filled_with_count(node, row):
+            self._filled.add(node)
             return Origin.COUNT
         if row.rule is Rule.LOW and Origin.INPUT in sources:  # a product takes no integers: it is a float input
             return Origin.OTHER
@@ -114,6 +124,17 @@ class Origins:
             return Origin.COUNT
         periodic = row.periodic or (isinstance(info, torch.dtype) and info.is_complex)
         return Origin.CONSTANT if periodic and origin is not Origin.OTHER else origin
+
+    def _is_filled_with_count(self, node: Node, row: OpRule) -> bool:
+        """Return whether a constant is made with an integer that bfloat16 may not hold, and FP32 does.
+
+        Of what is made of ones and zeros in two steps (``h.new_ones(4) * 301``) negative ones are masks.
+        """
+        if row.numbers == "fill" and node in self._created:
+            written = row.example or notes(node).op.name == "full"  # behind an example, or a shape
+            return any(_is_count(abs(number)) for number in _numbers(node, 1 if written else 0))
+        created = row.numbers in ("added", "factors") and self._created.issuperset(_values(node, row))
+        return created and any(map(_is_count, _numbers(node, 0)))
 
     def _from_outside(self, node: Node) -> Origin:
         annotations = notes(node)
@@ -130,7 +151,7 @@ class Origins:
         """
         row = facts_at(user)
         if self._known.get(user) is Origin.COUNT:
-            moves = row.view or row.exact or row.same
+            moves = row.view or row.exact or row.same or user in self._filled
             return user in self._exact if moves else True
         if of is Origin.CONSTANT:
             return user in self._exact
@@ -149,6 +170,33 @@ class Origins:
         return floats and max(self._known.get(each, Origin.OTHER) for each in values) is Origin.COUNT
 
 
+def taken_for_floats(graph: Graph, low: torch.dtype) -> set[Node]:
+    """Return the inputs of unknown dtype of which something low is computed that is FP32 where they are integers.
+
+    Nobody could tell when the graph was decided, and a cast that tests its tensor leaves an integer as it is, but not
+    what a number made of it.
+    """
+    inputs = {node for node in graph.find_nodes(op="placeholder") if notes(node).dtype is UNKNOWN}
+    if not inputs:
+        return inputs
+    origins = Origins()
+    origins.enter(graph, {})
+    read: set[Node] = set()  # as values, not as indices alone
+    behind: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if not origins.may_count(node):
+            continue
+        users = [user for user in node.users if user.op == "output" or node in {*_values(user, facts_at(user))}]
+        if any(user in read or not origins.may_count(user) for user in users):
+            read.add(node)
+        row, precision = facts_at(node), notes(node).precision
+        moves = node.op == "placeholder" or row.view or row.exact or row.same
+        computed = node in read and not moves and low in (precision.reads, precision.output)
+        if computed or not behind.isdisjoint(users):
+            behind.add(node)
+    return behind & inputs
+
+
 def _values(node: Node, row: OpRule) -> Iterator[Node]:
     """Yield the tensors whose values go into the result: no index, no shape, no bool, no example of a dtype."""
     for port, source in arg_nodes(node):
@@ -159,11 +207,14 @@ def _values(node: Node, row: OpRule) -> Iterator[Node]:
             yield source
 
 
-def _fills_with_count(node: Node) -> bool:
-    """Return whether an op fills a tensor with an integer that bfloat16 may not hold, and FP32 does."""
-    number = next((each for each in (*node.args[:0:-1], *node.kwargs.values()) if type(each) in (int, float)), 0)
-    assert isinstance(number, int | float)
-    return facts_at(node).numbers == "fill" and 256 < abs(number) <= 1 << 24 and number == int(number)
+def _numbers(node: Node, position: int) -> Iterator[float]:
+    """Yield the numbers among the arguments from a position on, and among the keywords."""
+    given = (*node.args[position:], *node.kwargs.values())
+    return (leaf for leaf in leaves(given) if type(leaf) in (int, float))
+
+
+def _is_count(number: float) -> bool:
+    return 256 < number <= 1 << 24 and number == int(number)
 
 
 def _holds_counts(value: object) -> bool:

@@ -7,6 +7,7 @@ Safety pins keep an op that would follow or promote in FP32::
     %c: float32 = add(%y, 1e-05)                         # sqrt(y + eps), x / (y + eps): eps would vanish beside y
     %d: float32 = mul(%exp, %scale)                      # between exp and the sum over it
     %e: float32 = mul(%y, %y)                            # float16 only: squares leave its range from 256 on
+    %f: float32 = clamp(%y, max=0.9999999)               # a bound that is 1 in low: logit(%f) is infinite there
 
 Written classes: a tensor, its views and its in-place users share memory, so that one of them in another dtype would be
 a copy that misses the writes. ``written_classes`` finds them; a class without a write falls apart into ordinary ops.
@@ -32,6 +33,7 @@ from fxprec.passes.graph.annotations import NO_OP, Rule, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.aliases import shared_sources, written_memory
 from fxprec.passes.ops.names import cast_target
+from fxprec.passes.ops.rule import OpRule
 from fxprec.passes.ops.spellings import VIEW_ATTRIBUTES
 from fxprec.passes.ops.table import facts_at
 from fxprec.passes.placement.sites import Site, assumed_original
@@ -69,9 +71,25 @@ def unsafe_number(site: Site, low: torch.dtype) -> str | None:
             return f"{dtype_name(low)} cannot hold {argument!r}"
         if size < limits.tiny:
             return f"{argument!r} vanishes in {dtype_name(low)}"
+        if (rounded := rounded_to_integer(site.facts, argument, low)) is not None:
+            return f"{argument!r} is {rounded} in {dtype_name(low)}, which may be a pole"
         if size < limits.eps and operands and _guards(node):
             return f"{argument!r} guards a division and would vanish beside the rest in {dtype_name(low)}"
     return None
+
+
+def rounded_to_integer(facts: OpRule, number: object, low: torch.dtype) -> int | None:
+    """Return the integer that a bound, or what stands in a value's place, is in the low dtype, if it is none itself.
+
+    ``clamp(max=1 - eps)`` keeps away from a pole at 1; where the bound is 1 itself, it does not.
+    """
+    if facts.numbers not in ("compared", "fill") or type(number) is not float:
+        return None
+    if not math.isfinite(number) or number.is_integer():
+        return None
+    step = math.ldexp(torch.finfo(low).eps, math.frexp(number)[1] - 1)
+    rounded = round(number / step) * step
+    return int(rounded) if rounded.is_integer() else None
 
 
 def _guards(node: Node) -> bool:
@@ -128,12 +146,12 @@ def _shares_memory_of(node: Node) -> Iterator[Node]:
                 return
         if op.name == "getattr" and node.args[1] not in VIEW_ATTRIBUTES | {"real"}:
             return
-        if op.name == "getitem" and _picks_by_tensor(node.args[1]):
+        if op.name == "getitem" and picks_by_tensor(node.args[1]):
             return
     yield from shared_sources(node)
 
 
-def _picks_by_tensor(index: object) -> bool:
+def picks_by_tensor(index: object) -> bool:
     """Advanced indexing copies: an index that is (or holds) a tensor or a list."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(

@@ -19,6 +19,7 @@ original program (``%p.to(%h.dtype)``) hands on, and so is written as FP32.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -27,20 +28,24 @@ from torch.fx import Graph, Node
 from fxprec.passes.graph.annotations import UNKNOWN, Rule, arg_nodes, argument, notes
 from fxprec.passes.ops.rule import OpRule
 from fxprec.passes.ops.table import facts_at
-from fxprec.passes.placement.sites import base_of, carries_float
+from fxprec.passes.placement.pins import rounded_to_integer
+from fxprec.passes.placement.sites import Site, base_of, carries_float
+from fxprec.passes.policy.policy import LOWERED
 from fxprec.passes.torch_internals import HigherOrderOperator
 
 #: Why a value that is handed to others is FP32. What saturates before a pole has a reason of its own.
 _HANDED_OUT: Final = "saturates in low precision, and who gets it may take its logarithm"
 
 
-def saturating_chains(graph: Graph, returns: bool) -> dict[Node, str]:
-    """Return the ops from one that saturates to a pole, each with the reason why it is FP32.
+def saturating_chains(graph: Graph, returns: bool, low_dtype: torch.dtype) -> dict[Node, str]:
+    """Return the values from one that saturates to a pole, each with the reason why it is FP32.
 
     Args:
         returns: what the graph returns is given to somebody in its original dtype, or to another graph of ours.
+        low_dtype: float16 or bfloat16.
     """
-    if not any(facts_at(node).saturates for node in graph.nodes):
+    starts = {node for node in graph.nodes if _saturates(node, low_dtype)}
+    if not starts:
         return {}
     after: set[Node] = set()
     low: set[Node] = set()  # values that may be low, and do not saturate
@@ -48,7 +53,7 @@ def saturating_chains(graph: Graph, returns: bool) -> dict[Node, str]:
     for node in graph.nodes:
         row = facts_at(node)
         sources = {*_floats(node)}
-        if row.saturates or _leads_on(node, row, after, low):
+        if node in starts or _leads_on(node, row, after, low):
             after.add(node)
         elif row.rule is Rule.LOW or notes(node).kind == "parameter":
             low.add(node)
@@ -69,6 +74,30 @@ def saturating_chains(graph: Graph, returns: bool) -> dict[Node, str]:
             if reason is not None:
                 reasons[node] = reason
     return reasons
+
+
+def spared(site: Site, near_poles: set[Node]) -> Site:
+    """Return the call of an op that level O3 lowers, so that it takes what arrives where that nears a pole.
+
+    A sigmoid whose gradient is FP32 and a pole that reads it low do not belong together: what the one makes of 1 is no
+    longer 0 where the other makes infinity of it.
+    """
+    lowered = site.rule is Rule.LOW and site.dtype is None and site.why.startswith(LOWERED)
+    if not lowered or near_poles.isdisjoint(site.data):
+        return site
+    return replace(site, rule=Rule.PROMOTE, why="reads what saturates in low precision: as wide as that arrives")
+
+
+def _saturates(node: Node, low: torch.dtype) -> bool:
+    """Return whether a value comes so close to an integer that it may be that number in low precision.
+
+    An earlier piece of the method may hand over anything, and a clamp whose bound is 1 in low was to keep away from 1.
+    """
+    row = facts_at(node)
+    numbers = (*node.args, *node.kwargs.values()) if row.numbers is not None else ()
+    if row.saturates or any(rounded_to_integer(row, each, low) is not None for each in numbers):
+        return True
+    return notes(node).handed_over and not notes(node).kind and carries_float(notes(node).dtype)
 
 
 def _leads_on(node: Node, row: OpRule, after: set[Node], low: set[Node]) -> bool:

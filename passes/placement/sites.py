@@ -7,10 +7,12 @@ A *site* is one call as the policy sees it. ``data`` are the float arguments on 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import (
@@ -20,12 +22,47 @@ from fxprec.passes.graph.annotations import (
     Precision,
     Rule,
     arg_nodes,
+    argument,
     is_castable,
     module_path,
     notes,
 )
 from fxprec.passes.ops.names import cast_target, dtype_argument
 from fxprec.passes.ops.table import OpRule, facts_at, facts_of, rule_of
+from fxprec.passes.torch_internals import HigherOrderOperator
+
+
+class Learned(IntEnum):
+    """Dtype that a value made of weights has under torch.autocast; of several operands the highest decides."""
+
+    #: No weight went into it.
+    NOTHING = 0
+    #: FP32: a weight, and what is made of weights without a product.
+    TABLE = 1
+    #: FP32, although a product is behind it: autocast computes in FP32 what comes after.
+    WIDENED = 2
+    #: A product, or a cast of the user's, made it low.
+    LOWERED = 3
+
+
+def learned_values(graph: Graph, operands: Mapping[Node, Node], known: dict[Node, Learned]) -> None:
+    """Add what a graph's values are to ``known``. ``operands``: placeholder of a called body -> what it is given."""
+    for node in graph.nodes:
+        row = facts_at(node)
+        sources = [known.get(each, Learned.NOTHING) for _, each in arg_nodes(node) if carries_float(notes(each).dtype)]
+        found = max(sources, default=Learned.NOTHING)
+        cast = cast_target(node) if notes(node).op.name == "to" else None
+        wide = row.autocast is Rule.FULL or not row.low_kernel or cast is torch.float32
+        low = (row.autocast or row.rule) is Rule.LOW or cast in (torch.float16, torch.bfloat16)
+        if notes(node).kind == "parameter":
+            found = Learned.TABLE
+        elif node in operands:
+            found = known.get(operands[node], Learned.NOTHING)
+        elif low or isinstance(node.target, HigherOrderOperator):
+            found = Learned.LOWERED
+        elif wide:
+            found = min(found, Learned.WIDENED)
+        known[node] = found
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +99,18 @@ class Site:
         """Return whether an eager kernel reads and writes low, and computes in FP32 inside."""
         return self.dtype is None and context.native_mixed and context.device in self.facts.mixed
 
-    def adds_up_low(self, context: Context) -> bool:
-        """Return whether the kernel's backward would add up in low; of activations only where autocast's would not."""
+    def adds_up_low(self, context: Context, learned: Mapping[Node, Learned]) -> bool:
+        """Return whether the kernel's backward would add up in low where torch.autocast's adds up in FP32.
+
+        A lookup's weight is a table, whatever made it. Where the level has activations low it may stay low, and so may
+        one whose values are repeated at its borders only.
+        """
         free = self.rule in (Rule.FOLLOW, Rule.PROMOTE) and context.device in self.facts.adds_up
-        return free and (not self.facts.exact or notes(self.base).kind == "parameter")
+        if not free or (self.facts.pads and not _repeats(self.node)):
+            return False
+        base = learned.get(self.base, Learned.NOTHING)
+        activations = not (context.policy.lowers_sources or self.facts.pads)
+        return self.facts.lookup or base is Learned.TABLE or (activations and base is Learned.WIDENED)
 
     def accumulates_wide(self, context: Context, asked: torch.dtype | None) -> bool:
         """Return whether the kernel takes a dtype to compute in, ours or the user's, so that it may read low."""
@@ -74,6 +119,13 @@ class Site:
         if asked is None:  # float64 may arrive where nobody knows: a dtype would narrow it
             return self.facts.dtype_keyword and notes(self.node).dtype is not UNKNOWN
         return asked is torch.float32 and "dtype" in self.node.kwargs
+
+
+def _repeats(node: Node) -> bool:
+    """Return whether an op that pads does it with values of its input, not with a constant."""
+    mode = argument(node, 2, "mode")
+    name = mode if isinstance(mode, str) else str(node.target)  # aten has an op for each mode
+    return any(part in name for part in ("reflect", "replic", "circular"))
 
 
 def site_of(node: Node, context: Context) -> Site:
@@ -177,6 +229,7 @@ def precision_of(node: Node, rule: Rule, why: str, reads: torch.dtype | None, ou
     if output is torch.float64:  # of float64, which nothing casts, whatever the rule
         compute = output
     arrival = reads or (Arrival.ORIGINAL if rule is Rule.KEEP else Arrival.AS_IT_ARRIVES)
-    if not node.all_input_nodes or annotations.as_written or facts_of(annotations.op.name).arrives:
+    part = facts_of(annotations.op.name).arrives and (reads is None or annotations.op.name != "getitem")
+    if not node.all_input_nodes or annotations.as_written or part:
         arrival = Arrival.AS_IT_ARRIVES
     return Precision(arrival, compute, output, rule, why)

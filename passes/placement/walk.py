@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -24,12 +25,16 @@ from fxprec.passes.graph.annotations import CASTABLE, Rule, leaves, notes
 from fxprec.passes.graph.subgraphs import bodies_in, body_of
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.names import cast_target
+from fxprec.passes.ops.table import facts_of
+from fxprec.passes.placement.pins import picks_by_tensor
 from fxprec.passes.placement.sites import (
+    Learned,
     Site,
     assumed_original,
     carries_float,
     dtype_reference,
     is_metadata,
+    learned_values,
     site_of,
 )
 from fxprec.passes.torch_internals import HigherOrderOperator
@@ -55,6 +60,7 @@ class GraphWalk:
         self._calls: Counter[int] = Counter()
         self._visited: set[int] = set()
         self.operands: dict[Node, Node] = {}  # placeholder of a called body -> what it is given
+        self.learned: dict[Node, Learned] = {}
         self._results: dict[Node, tuple[object, ...]] = {}  # call of a body -> what the body returns
 
     def run(self, gm: GraphModule) -> None:
@@ -65,6 +71,10 @@ class GraphWalk:
 
     def has(self, node: Node) -> bool:
         """Return whether the node's value is a float that was given a dtype."""
+        raise NotImplementedError
+
+    def is_wide(self, node: Node) -> bool:
+        """Return whether a value that has a dtype is FP32 for certain, as it arrives."""
         raise NotImplementedError
 
     def assign_dtype(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
@@ -129,6 +139,7 @@ class GraphWalk:
     def _graph(self, gm: GraphModule, bound: Mapping[Node, Node] | None, returns: Rule) -> None:
         """``bound``: in a called body, placeholder -> the caller's operand, where that is ours to decide."""
         self.operands |= bound or {}
+        learned_values(gm.graph, self.operands, self.learned)
         self.enter(gm.graph, returns is Rule.KEEP or bound is not None)
         self._calls += _body_calls(gm)
         for node in gm.graph.nodes:
@@ -153,6 +164,11 @@ class GraphWalk:
 
     def _call(self, site: Site) -> None:
         floats = carries_float(notes(site.node).dtype)
+        free = site.name == "getitem" and floats and self.has(site.base) and not self.is_wide(site.base)
+        if free and picks_by_tensor(site.node.args[1]):
+            lookup = replace(site, facts=facts_of("index"))
+            if lookup.adds_up_low(self.context, self.learned):
+                return self.compute(lookup, floats)
         if site.name in ("getitem", "getattr"):
             self._part(site, floats)
         elif site.name == "to":

@@ -49,6 +49,9 @@ from fxprec.passes.policy.terms import (
     precision_name,
 )
 
+#: How the reason begins of an op that the table has FULL, and level O3 lowers.
+LOWERED: Final = "level O3 lowers it all the same"
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -121,7 +124,7 @@ class Policy:
                 value = "" if override.precision else f" = {precision_name(found)}"
                 return found, f"override {override}{value}"
         if self.level == "O3" and known is Rule.FULL and (table_rule is None or table_rule.low_kernel):
-            return Rule.LOW, f"level O3 lowers it all the same ({why})"
+            return Rule.LOW, f"{LOWERED} ({why})"
         return known, why
 
     def of_module(self, path: str, modules: Mapping[str, object]) -> Resolved | None:

@@ -39,15 +39,30 @@ CASES = {
     "added in place": (lambda y: y.add_(1e-3), (BF16,), "with 0.001 in bfloat16 gives back"),
     "a factor near one": (lambda y: y * 0.999, (BF16,), "mul with 0.999 in bfloat16 gives back what it multiplies"),
     "divided by nearly one": (lambda y: y / 0.9999, (BF16, F16), "div with 0.9999 in"),
-    "a bound": (lambda y: y.clamp(max=1 - 1e-4), (BF16, F16), "takes 1 for it"),
-    "a bound, by position": (lambda y: torch.clamp(y, -0.9999, 4.0), (BF16, F16), "takes -1 for it"),
-    "a number that is filled in": (lambda y: y.masked_fill(y > 0, 0.9999), (BF16, F16), "takes 1 for it"),
-    "compared": (lambda y: y * (y < 0.9999), (BF16, F16), "lt with 0.9999 in"),
     "half": (lambda y: (y + 0.5) * 0.5, (), ""),
     "a bound that is kept": (lambda y: y.clamp(-0.75, 0.1), (), ""),
     "a factor of the other operand": (lambda y: torch.add(y, y, alpha=1e-3), (), ""),
     "one": (lambda y: (y + 1.0) * 1.0, (), ""),
 }
+
+
+#: Bounds that low precision takes for an integer: FP32, unless torch.autocast's placement is asked for.
+BOUNDS = {
+    "a bound": (lambda y: y.clamp(max=1 - 1e-4), (BF16, F16), "takes 1 for it"),
+    "a bound, by position": (lambda y: torch.clamp(y, -0.9999, 4.0), (BF16, F16), "takes -1 for it"),
+    "a number that is filled in": (lambda y: y.masked_fill(y > 0, 0.9999), (BF16, F16), "takes 1 for it"),
+    "compared": (lambda y: y * (y < 0.9999), (BF16, F16), "lt with 0.9999 in"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::fxprec.errors.SlowDtypeWarning")
+@pytest.mark.parametrize("low", [BF16, F16], ids=str)
+@pytest.mark.parametrize("case", BOUNDS.values(), ids=BOUNDS)
+def test_a_bound_is_lost_where_autocast_loses_it(case: tuple, low: torch.dtype):
+    op, _, text = case
+    (risk,) = risks(op, low, placement="autocast")
+    assert text in risk and "test_constants.py:" in risk
+    assert not risks(op, low)
 
 
 @pytest.mark.filterwarnings("ignore::fxprec.errors.SlowDtypeWarning")

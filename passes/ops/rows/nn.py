@@ -202,6 +202,7 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
           "upsample_nearest_exact2d upsample_nearest_exact3d pixel_shuffle pixel_unshuffle channel_shuffle im2col pad",
           exact=True),
     facts("interpolate_nearest interpolate_area", numbers="aside"),
+    facts("grid_sample pad", adds_up=frozenset({"cpu"})), facts("pad", pads=True),
     facts("interpolate upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
           "upsample_bilinear2d_aa upsample_bicubic2d_aa", autocast=Rule.FULL),
     facts("interpolate upsample_bilinear2d interpolate_nearest upsample_nearest2d upsample_nearest3d pad",
@@ -214,7 +215,8 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
          writes=Writes((1, "weight"), (3, "max_norm", False))),
     rows(Rule.PROMOTE, "its kernel wants weight and per-sample weights in one dtype", "embedding_bag",
          writes=Writes((1, "weight"), (4, "max_norm", False))),
-    facts("embedding embedding_bag", rank="some", adds_up=frozenset({"cpu"}), places=(0, 2, "input", "offsets")),
+    facts("embedding embedding_bag", rank="some", adds_up=frozenset({"cpu"}), lookup=True,
+          places=(0, 2, "input", "offsets")),
     rows(Rule.KEEP, "rescales the weight itself", "embedding_renorm", result="first"),
     rows(Rule.KEEP, "integers", "one_hot", result="int64"),
     rows(Rule.PROMOTE, "its kernel wants one dtype: the widest wins, as under autocast", "bilinear"),

@@ -84,7 +84,7 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
            "from_numpy frombuffer", result="unknown"),
     rows(Rule.KEEP, _TABLE, "tril_indices triu_indices", result="int64"),
     rows(Rule.KEEP, _TABLE, "vander", result="first"),
-    facts("full_like new_full", numbers="fill"),
+    facts("full_like new_full full tensor new_tensor scalar_tensor", numbers="fill"),
     facts("zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_empty_strided new fill "
           "zero", example=True),
     facts("as_tensor asarray from_numpy", view=True),

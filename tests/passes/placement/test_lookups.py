@@ -1,4 +1,4 @@
-"""Lookups on a CPU read FP32 weights: torch adds the gradient of a row up in the dtype of the weight."""
+"""Lookups and the like on a CPU read FP32 weights: torch adds the gradient of a row up in the dtype of the weight."""
 
 from __future__ import annotations
 
@@ -17,6 +17,34 @@ LOOKUPS = {
     "embedding_bag": lambda w, ids: F.embedding_bag(ids, w, mode="sum").expand(2, -1, -1),
     "take": lambda w, ids: torch.take(w, ids[..., None] * 16 + torch.arange(16)),
 }
+
+
+#: Looked up by an index: what is made of a weight without a product is a table as the weight itself.
+TABLES = {
+    "itself": lambda w: w,
+    "view": lambda w: w.view(4, 2, 16).view(8, 16),
+    "contiguous": lambda w: w.contiguous(),
+    "t": lambda w: w.t().t(),
+    "flatten": lambda w: w.view(2, 4, 16).flatten(0, 1),
+    "chunk": lambda w: w.chunk(1)[0],
+    "unbind": lambda w: w.view(1, 8, 16).unbind()[0],
+    "cat": lambda w: torch.cat((w[:4], w[4:])),
+    "a product of elements": lambda w: w * 2.0 + 1.0,
+    "interpolate": lambda w: F.interpolate(w.t()[None], size=9, mode="linear")[0].t(),
+    "softmax": lambda w: w.softmax(-1),
+    "float": lambda w: w.float(),
+}
+#: What else adds up gradients of one place.
+REPEATED = {
+    "take": lambda w: w.contiguous().take((torch.arange(4096) % 3)[:, None] * 16 + torch.arange(16)),
+    "columns": lambda w: w.t()[:, torch.arange(4096) % 3].t(),
+    "two indices": lambda w: w[torch.arange(4096)[:, None] % 3, torch.arange(16)],
+    "replicate": lambda w: F.pad(w.t()[None], (2000, 2000), mode="replicate")[0].t(),
+    "replicate, in two dimensions": lambda w: F.pad(w[None, None], (0, 0, 200, 200), mode="replicate")[0, 0],
+    "grid_sample": lambda w: F.grid_sample(
+        w.t().view(1, 16, 2, 4), torch.linspace(-1, 1, 8192).view(1, 64, 64, 2), align_corners=False
+    ).flatten(2)[0].t(),
+}  # fmt: skip
 
 
 class Lookup(nn.Module):
@@ -47,6 +75,71 @@ def test_the_gradient_of_a_frequent_row_does_not_stall(spelling, settings):
     converted = fxprec.convert(Lookup(LOOKUPS[spelling]), dtype=BF16, **settings).module
     converted(ids).square().sum().backward()
     assert (converted.weight.grad - model.weight.grad).norm() <= 0.02 * model.weight.grad.norm()
+
+
+def check(f, **settings):
+    torch.manual_seed(1)
+    factor = torch.rand(8)
+    model = Lookup(lambda w, ids: f(w))
+    (model(None) * factor).square().sum().backward()
+    converted = fxprec.convert(Lookup(model.lookup), dtype=BF16, **settings).module
+    (converted(None) * factor).square().sum().backward()
+    assert (converted.weight.grad - model.weight.grad).norm() <= 0.02 * model.weight.grad.norm()
+
+
+@pytest.mark.parametrize("settings", [{}, {"level": "O2"}, {"capture": "dynamo"}], ids=str)
+@pytest.mark.parametrize("spelling", TABLES)
+def test_what_is_made_of_a_weight_is_a_table(spelling, settings):
+    check(lambda w: TABLES[spelling](w)[torch.arange(4096) % 20 % 8], **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"level": "O2"}, {"capture": "dynamo"}, {"level": "O3"}], ids=str)
+@pytest.mark.parametrize("spelling", REPEATED)
+def test_the_gradient_of_a_place_that_is_often_read_does_not_stall(spelling, settings):
+    check(REPEATED[spelling], **settings)
+
+
+@pytest.mark.parametrize("placement", ["mincut", "autocast"])
+def test_the_placements_are_one_on_tables(placement):
+    check(lambda w: w.view(8, 16)[torch.arange(4096) % 20 % 8], placement=placement, level="O2")
+
+
+@pytest.fixture
+def reads(tools):
+    def run(f, level="O1", **settings):
+        gm = tools.traced(f, torch.randn(1, 8, 8), torch.randn(8, 8), torch.arange(8))
+        tools.rewritten(gm, tools.context(level, **settings), until="decide")
+        return {node.name: node.meta["precision"] for node in gm.graph.nodes}
+
+    return run
+
+
+def test_what_a_product_made_is_low_as_under_autocast(reads):
+    found = reads(lambda x, w, ids: F.linear(F.linear(x, w)[:, ids] + F.linear(x, w).transpose(1, 2)[:, ids], w))
+    assert found["getitem"].output is found["getitem_1"].output is BF16
+
+
+def test_what_autocast_widens_is_looked_up_in_fp32_unless_activations_are_low(reads):
+    def f(x, w, ids):
+        return F.linear(F.softmax(F.linear(x, w), -1).transpose(1, 2)[:, ids], w)
+
+    assert reads(f)["getitem"].reads is FP32
+    assert reads(f, "O2")["getitem"].reads is not FP32
+
+
+def test_borders_of_activations_cost_no_cast(reads):
+    def f(x, w, ids):
+        return F.linear(F.pad(F.layer_norm(F.linear(x, w), (8,)), (4, 4), mode="replicate")[..., 4:12], w)
+
+    assert reads(f)["pad"].reads is BF16
+
+
+def test_a_table_costs_one_cast_behind():
+    model = fxprec.convert(Lookup(lambda w, ids: w.view(8, 16)[ids]), (torch.arange(9) % 8,), dtype=BF16).module
+    nodes = {node.name: node for node in fxprec.graph_module(model).graph.nodes}
+    (cast,) = nodes["getitem"].users
+    assert nodes["getitem"].meta["precision"].output is nodes["view"].meta["precision"].output is FP32
+    assert cast.meta["precision"].output is BF16 and [*cast.users] == [nodes["linear"]]
 
 
 def test_a_lookup_costs_one_cast_and_widens_nobody():

@@ -83,6 +83,15 @@ SPELLINGS = {
     "a target": lambda m, h, ids, mask: torch.nn.functional.mse_loss(ids.type_as(h), ids.type_as(h) + 0.5),
     "full_like": lambda m, h, ids, mask: turned(torch.full_like(h[..., :1], 999.0) * m.inv_freq),
     "new_full": lambda m, h, ids, mask: turned(h.new_full((3, 1), 999) * m.inv_freq),
+    "full(dtype=h.dtype)": lambda m, h, ids, mask: turned(torch.full((3, 1), 301, dtype=h.dtype) * m.inv_freq),
+    "tensor(dtype=h.dtype)": lambda m, h, ids, mask: turned(
+        torch.tensor([301, 407], dtype=h.dtype)[:, None] * m.inv_freq
+    ),
+    "new_tensor": lambda m, h, ids, mask: turned(h.new_tensor([301, 407])[:, None] * m.inv_freq),
+    "new_ones": lambda m, h, ids, mask: turned((h.new_ones(3) * 301)[:, None] * m.inv_freq),
+    "a view of ones_like": lambda m, h, ids, mask: turned(torch.ones_like(h[0, :, 0])[:, None] * 301 * m.inv_freq),
+    "zeros_like": lambda m, h, ids, mask: turned((torch.zeros_like(h[..., :1]) + 301) * m.inv_freq),
+    "ones(dtype=h.dtype)": lambda m, h, ids, mask: turned((torch.ones(3, 1, dtype=h.dtype) * 301) * m.inv_freq),
     "equal": lambda m, h, ids, mask: (t := ids[0].type_as(h), (t[:, None] == t[None]).sum().float())[1],
     "less": lambda m, h, ids, mask: ((ids.to(h.dtype) + 1) < 600).float(),
     "equal, and read low": lambda m, h, ids, mask: (
@@ -125,6 +134,48 @@ def test_integers_are_not_rounded(spelling, settings):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-4)
 
 
+#: Floats that are made of an integer input without a cast: without inputs nobody knows that it is an integer.
+UNCAST = {
+    "a quotient": lambda m, h, ids, mask: turned((ids / 512 * 1000)[..., None] * m.inv_freq),
+    "a product": lambda m, h, ids, mask: turned((ids * 0.123)[..., None] * m.inv_freq),
+    "with a buffer": lambda m, h, ids, mask: turned(ids[..., None] * m.inv_freq),
+    "outer": lambda m, h, ids, mask: turned(torch.outer(ids[0], m.inv_freq)),
+    "a sum": lambda m, h, ids, mask: (ids[0] + 0.25).sin(),
+    "of views": lambda m, h, ids, mask: torch.stack([ids.t() / 3, ids.t() / 7], 1).sin(),
+    "of a sum of integers": lambda m, h, ids, mask: ((ids + 1).unsqueeze(-1) * m.inv_freq).sin(),
+    "a total": lambda m, h, ids, mask: (ids / 3).cumsum(1).div(1000).sin(),
+    "a comparison": lambda m, h, ids, mask: (ids[0, :, None] + 0.5 < ids[0, None] + 0.75).float(),
+    "what is returned": lambda m, h, ids, mask: ids * 0.5,
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("spelling", UNCAST)
+def test_a_graph_that_was_captured_without_inputs_rounds_no_integers(spelling, level):
+    model = Model(UNCAST[spelling])
+    expected = model(*INPUTS)[0]
+    converted = fxprec.convert(model, dtype=BF16, level=level, capture="symbolic").module
+    converted(INPUTS[0], INPUTS[1].float(), INPUTS[2])
+    torch.testing.assert_close(converted(*INPUTS)[0], expected, rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda m, h, ids, mask: m.inv_freq[(ids + 1) % 4],
+        lambda m, h, ids, mask: nn.functional.embedding((ids * 2).view(-1) % 8, m.layer.weight),
+        lambda m, h, ids, mask: h.masked_fill((ids > 3)[..., None], 0.0),
+        lambda m, h, ids, mask: h * ids[..., None].to(h.dtype),
+        lambda m, h, ids, mask: h * 2 + mask[..., None],
+    ],
+    ids=["an index", "ids of a lookup", "a comparison", "a mask", "floats"],
+)
+def test_integers_of_which_no_float_is_made_cost_no_further_graph(f):
+    model = fxprec.convert(Model(f), dtype=BF16, level="O2", capture="symbolic").module
+    model(*INPUTS)
+    assert len(fxprec.graphs(model)) == 1
+
+
 def test_the_report_says_why():
     model = fxprec.convert(Model(SPELLINGS["inv_freq @ ids.type_as(h)"]), dtype=BF16, example_inputs=INPUTS).module
     whys = {row.op: row.why for row in fxprec.report(model).graphs[0].rows}
@@ -149,8 +200,10 @@ def decided(tools):
         lambda x, w, ids: (y := nn.functional.linear(x, w)) * ids.unsqueeze(0).type_as(y).squeeze(0),
         lambda x, w, ids: (y := nn.functional.linear(x, w)) * (1 - (ids > 2).type_as(y)),
         lambda x, w, ids: (y := nn.functional.linear(x, w)) * torch.full_like(y, 999.0),
+        lambda x, w, ids: (y := nn.functional.linear(x, w)) * 2 + torch.ones_like(y) * -1000.0,
+        lambda x, w, ids: (y := nn.functional.linear(x, w)) * 2 + torch.ones_like(y) * 1000.0,
     ],
-    ids=["a mask of integers", "of bools", "through views", "inverted", "a factor"],
+    ids=["a mask of integers", "of bools", "through views", "inverted", "a factor", "a mask of ones", "a term"],
 )
 def test_a_mask_casts_nothing(decided, f):
     """A learned value is multiplied with a mask in its own dtype, as it was."""

@@ -44,6 +44,13 @@ def between_products(op):
         (lambda y: y * 0.0, "mul", BF16, FP16),
         (lambda y: y * 0.125, "mul", BF16, FP16),
         (lambda y: y.clamp(min=1e-12), "clamp", BF16, FP32),
+        (lambda y: y.clamp(1.2e-7, 1 - 1.2e-7), "clamp", FP32, FP32),
+        (lambda y: y.clamp(max=0.9985), "clamp", FP32, FP16),
+        (lambda y: y.clamp(-0.99, 0.99), "clamp", BF16, FP16),
+        (lambda y: y.clamp(max=1.0), "clamp", BF16, FP16),
+        (lambda y: F.hardtanh(y, -0.9999999, 0.9999999), "hardtanh", FP32, FP32),
+        (lambda y: y.masked_fill(y > 0.9999999, 0.5), "gt", FP32, FP32),
+        (lambda y: y * 0.9999999 + 0.9999999, "mul", BF16, FP16),
         (lambda y: y.view(4, 4, -1).view(4, 4), "view", BF16, FP16),
         (lambda y: y.roll(70000), "roll", BF16, FP16),
         (lambda y: F.pad(y, (1, -1), value=-1e9), "pad", BF16, FP32),
@@ -62,6 +69,11 @@ def test_numbers(decided, op, name, bf16, fp16):
 def test_a_pin_says_why(decided):
     found, _ = decided(between_products(lambda y: y.masked_fill(y > 1, -1e9)), low=FP16)
     assert found["masked_fill"].why == "float16 cannot hold -1000000000.0"
+
+
+def test_a_bound_that_rounds_to_a_pole_says_so(decided):
+    found, _ = decided(between_products(lambda y: y.clamp(max=-0.9999999)))
+    assert found["clamp"].why == "-0.9999999 is -1 in bfloat16, which may be a pole"
 
 
 def test_a_division_by_a_guarded_sum_is_fp32(decided):

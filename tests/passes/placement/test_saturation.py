@@ -12,6 +12,7 @@ from torch.distributions import Bernoulli, Categorical
 from torch.utils.checkpoint import checkpoint
 
 import fxprec
+from fxprec.passes.policy.policy import Policy
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 X, Y = torch.tensor([[7.0, -7.0], [6.0, -6.5]]), torch.tensor([[0.0, 1.0], [0.0, 1.0]])
@@ -184,6 +185,107 @@ def test_a_piece_rounds_nothing_that_an_earlier_one_hands_over(function, setting
     check(lambda loss: loss, {"level": "O2", "capture": "dynamo", **settings}, function)
 
 
+#: In front of poles, values that a sigmoid or tanh in an earlier piece gave, at the end of what FP32 tells from 1.
+IN_PIECES = {
+    "binary_cross_entropy": lambda p, y: F.binary_cross_entropy(p, y),
+    "log": lambda p, y: torch.log(1 - p).mean(),
+    "log1p": lambda p, y: torch.log1p(-p).mean(),
+    "logit": lambda p, y: torch.logit(p).mean(),
+    "atanh": lambda p, y: torch.atanh(p).mean(),
+    "division": lambda p, y: (p / (1 - p)).log().mean(),
+    "rsqrt": lambda p, y: torch.rsqrt(1 - p * p).log().mean(),
+    "a mean": lambda p, y: torch.log(1 - p[:, 0].mean()),
+    "a view": lambda p, y: torch.log1p(-p.view(-1)).mean(),
+    "type_as": lambda p, y: torch.log1p(-p.type_as(y)).mean(),
+}
+
+
+@pytest.mark.parametrize(
+    ("spelling", "settings"),
+    [
+        *((each, {"level": level}) for each in IN_PIECES for level in ("O2", "O3")),
+        ("logit", {"level": "O3", "placement": "autocast"}),
+    ],
+    ids=str,
+)
+def test_a_pole_reads_what_an_earlier_piece_hands_over_as_it_is(spelling, settings):
+    def in_pieces(h, y):
+        torch._dynamo.graph_break()
+        p = torch.sigmoid(h)
+        torch._dynamo.graph_break()
+        return IN_PIECES[spelling](p, y)
+
+    check(lambda loss: loss, {"capture": "dynamo", **settings}, in_pieces, X * 1.5)
+
+
+@pytest.mark.parametrize("spelling", IN_PIECES)
+def test_at_o3_a_pole_reads_what_the_user_widened(spelling):
+    def f(h, y):
+        return IN_PIECES[spelling](torch.sigmoid(h.float()), y.float())
+
+    check(lambda loss: loss, {"level": "O3"}, f, X * 1.5)
+
+
+def test_an_override_lowers_a_pole_all_the_same(decided):
+    policy = Policy.preset("O3").override(ops={"log1p": "low"})
+    found, _ = decided(lambda x, w: torch.log1p(F.linear(x, w).float().sigmoid()), level="O3", policy=policy)
+    assert found["log1p"].reads is BF16
+
+
+E = 1.2e-7  # the digit of FP32 next to 1: numbers that keep away from a pole there, and not in low precision
+BOUNDS = {
+    "logit": lambda u: torch.logit(u.clamp(E, 1 - E)),
+    "odds": lambda u: torch.log((v := u.clamp(min=E, max=1 - E)) / (1 - v)),
+    "atanh": lambda u: torch.atanh(torch.clamp(u, -1 + E, 1 - E)),
+    "acos": lambda u: torch.acos(torch.clamp(u, -1 + E, 1 - E)),
+    "acosh": lambda u: torch.acosh(u.clamp(min=1 + E)),
+    "division": lambda u: u.sigmoid() / (1 - u.clamp(max=1 - E)),
+    "clamp_max": lambda u: torch.log(1 - u.clamp_max(1 - E)),
+    "clip": lambda u: torch.log(1 - torch.clip(u, max=1 - E)),
+    "in place": lambda u: torch.log(1 - u.clamp_(E, 1 - E)),
+    "hardtanh": lambda u: torch.atanh(F.hardtanh(u, -1 + E, 1 - E)),
+    "where": lambda u: torch.log(1 - torch.where(u < 1 - E, u, 1 - E)),
+    "masked_fill": lambda u: torch.log(1 - u.masked_fill(u > 1 - E, 1 - E)),
+    "to(h.dtype)": lambda u: torch.logit(u.clamp(E, 1 - E).to(u.dtype)),
+    "through a view": lambda u: torch.logit(u.clamp(E, 1 - E).view(-1)),
+    "a mean": lambda u: torch.log(1 - u.clamp(1 - E, 1 - E).mean()),
+    "binary_cross_entropy": lambda u: F.binary_cross_entropy(u.clamp(E, 1 - E), torch.zeros_like(u)),
+}
+
+
+@pytest.mark.parametrize(
+    ("spelling", "settings"),
+    [
+        *((each, {"level": level}) for each in BOUNDS for level in ("O1", "O2")),
+        *((each, {"level": "O3"}) for each in BOUNDS if each != "to(h.dtype)"),  # h is low there
+        *((each, {"capture": "dynamo"}) for each in BOUNDS),
+        *((each, {"dtype": FP16, "scaler": False}) for each in ("logit", "odds")),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:float16 on a CPU")
+def test_a_bound_keeps_away_from_a_pole(spelling, settings):
+    x = torch.tensor([[1.0, 1.5], [1.0, 0.5]])
+    model = Model(lambda h, y: BOUNDS[spelling](h).mean())
+    expected = model(x, Y)
+    expected.backward()
+    converted = fxprec.convert(Model(model.function), **{"dtype": BF16, **settings}).module
+    found = converted(x, Y)
+    found.backward()
+    torch.testing.assert_close(found, expected, rtol=0.01, atol=0)
+    gradient = model.second.weight.grad
+    assert (converted.second.weight.grad - gradient).norm() <= 0.01 * gradient.norm()
+
+
+@pytest.mark.parametrize("f", [lambda d: d.log_prob(Y), lambda d: d.entropy()], ids=["log_prob", "entropy"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_distribution_of_sure_probabilities_is_finite(f, level):
+    model = fxprec.convert(Model(lambda h, y: f(Bernoulli(torch.sigmoid(h))).mean()), dtype=BF16, level=level).module
+    found = model(X * 4, Y)
+    found.backward()
+    assert found.isfinite() and model.second.weight.grad.isfinite().all()
+
+
 def written_like(h):
     p = torch.zeros_like(h)
     p[:, :8].copy_(h[:, :8].sigmoid())
@@ -256,7 +358,7 @@ def test_poles_beside_float64(f):
 def decided(tools):
     def run(f, **settings):
         gm = tools.traced(f, torch.randn(4, 4), torch.randn(4, 4))
-        tools.rewritten(gm, tools.context(**settings))
+        tools.rewritten(gm, tools.context(settings.pop("level", "O1"), **settings))
         return {node.name: node.meta["precision"] for node in gm.graph.nodes if node.op.startswith("call")}, gm
 
     return run
