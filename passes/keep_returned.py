@@ -267,12 +267,16 @@ def _same_tensor(node: Node) -> list[Node]:
 
 
 def widened(node: Node) -> Node | None:
-    """Return the low value that a node widens and the original program had as it was; None: it does something else."""
+    """Return the low value that a node widens and the original program had as it was; None: it does something else.
+
+    A guess counts: what is FP32 unless an operand turns out to be 0-dim (``insert_casts``), and is cast in case.
+    """
     source = node.args[0] if node.args else None
     if notes(node).op.name != "to" or not isinstance(source, Node) or notes(node).dtype != notes(source).dtype:
         return None
     narrow, wide = actual_dtype(source), node.args[1] if node.target in (cast, cast_if_float) else cast_target(node)
-    return source if narrow in _SHORT and wide is torch.float32 else None
+    guessed = narrow is torch.float32 and node.target is cast_if_float and notes(node).inserted
+    return source if (narrow in _SHORT or guessed) and wide is torch.float32 else None
 
 
 def _read_through(graph: Graph, after: Node, returned: Node, readers: list[tuple[Node, Node]]) -> None:
@@ -290,8 +294,13 @@ def _read_through(graph: Graph, after: Node, returned: Node, readers: list[tuple
 
 
 def _cast_back(returned: Node, low: Node) -> Node:
-    """Return a new cast of what is returned to the dtype in which ``low`` is now, right behind it."""
+    """Return a new cast of what is returned to the dtype in which ``low`` is now, right behind it.
+
+    Readers of a guess expect FP32 anyway: they read what is returned.
+    """
     graph, dtype, unknown = returned.graph, actual_dtype(low), notes(low).dtype is UNKNOWN
+    if dtype is torch.float32:
+        return returned
     assert dtype is not None
     with graph.inserting_after(returned):
         function = cast_if_float if unknown else cast

@@ -15,7 +15,12 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from fxprec.passes.graph.casts import cast_if_float
-from fxprec.passes.torch_internals import enter_inference_mode, exit_inference_mode, set_grad_enabled
+from fxprec.passes.torch_internals import (
+    HigherOrderOperator,
+    enter_inference_mode,
+    exit_inference_mode,
+    set_grad_enabled,
+)
 
 
 def grad_mode_at_nodes(graph: Graph, at_first: bool) -> dict[Node, bool]:
@@ -35,8 +40,15 @@ def grad_mode_at_nodes(graph: Graph, at_first: bool) -> dict[Node, bool]:
 
 
 def returned_values(graph: Graph) -> list[Node]:
-    """Return what the graph returns, each once: of an object that it makes last (a named tuple), what it is made of."""
+    """Return what the graph hands out, each once: what it returns, and tensors that get a hook of the user's.
+
+    Of an object that it makes last (a named tuple) it is what that is made of. A hook gets the gradient of the very
+    tensor, wherever in the graph it is registered.
+    """
     found = dict.fromkeys(graph.output_node().all_input_nodes)
+    for node in graph.nodes:
+        if isinstance(node.target, HigherOrderOperator) and node.target.name() == "register_hook":
+            found[node.args[0]] = None
     for node in list(found):
         made = node.args[0] if node.target is cast_if_float else node
         if isinstance(made, Node) and made.op == "call_function" and isinstance(made.target, type):
