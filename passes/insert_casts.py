@@ -340,10 +340,13 @@ class _Epochs:
         ends_gradient = self.recorded[source] and not self.recorded[node]
         if not ends_gradient and self.roots[node] not in self.written_roots:
             return False
-        dtype, before = cast_target(node), notes(source).dtype
-        if dtype is None or actual_dtype(source) != dtype or dtype == (torch.float32 if before is UNKNOWN else before):
+        before, after = (torch.float32 if (info := notes(each).dtype) is UNKNOWN else info for each in (source, node))
+        dtype = cast_target(node) or (actual_dtype(node) if node.all_input_nodes != [source] else None)
+        if dtype is None or actual_dtype(source) != dtype or before == after:
             return False
-        if node.op != "call_method" or node.target != "to":
+        if node.target == "type_as":
+            node.target = "to"
+        elif cast_target(node) is not None and (node.op != "call_method" or node.target != "to"):
             node.op, node.target, node.args, node.kwargs = "call_method", "to", (source, dtype), {}
         node.kwargs = {**node.kwargs, "copy": True}
         return True
