@@ -68,6 +68,7 @@ POLES = {
     "log1p": lambda h, y: -torch.log1p(-torch.sigmoid(h)).mean(),
     "logit": lambda h, y: torch.logit(torch.sigmoid(h)).square().mean(),
     "logit(eps)": lambda h, y: torch.logit(torch.sigmoid(h), eps=1e-6).square().mean(),
+    "hardtanh": lambda h, y: torch.log(1.0001 - torch.nn.functional.hardtanh(h / 10)).mean(),
     "atanh": lambda h, y: torch.atanh(torch.tanh(h / 2)).square().mean(),
     "erfinv": lambda h, y: torch.erfinv(torch.erf(h / 3)).square().mean(),
     "acos": lambda h, y: torch.acos(torch.tanh(h / 2)).square().mean(),
