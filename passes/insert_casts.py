@@ -77,10 +77,10 @@ from fxprec.passes.ops.names import cast_target, dtype_argument
 from fxprec.passes.ops.table import facts_at, facts_of
 from fxprec.passes.placement.sites import dtype_reference
 
-_SHORT: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+SHORT_NAMES: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _TENSORS: Final[dict[object, str]] = {torch.float16: "torch.HalfTensor", torch.bfloat16: "torch.BFloat16Tensor"}
 #: Of a node's meta, what its casts take over.
-_HANDED_ON: Final = ("nn_module_stack", "stack_trace", "numel", "val")
+HANDED_ON: Final = ("nn_module_stack", "stack_trace", "numel", "val")
 
 
 @bodies_first
@@ -250,10 +250,10 @@ class _Epochs:
         key = with_gradient if with_gradient in made else (source, wanted, function, self.recorded[reader])
         if key not in made:
             with self.graph.inserting_before(self.place(source, reader)):
-                name = f"{source.name}_{_SHORT[wanted]}"
+                name = f"{source.name}_{SHORT_NAMES[wanted]}"
                 new = new_node(self.graph, "call_function", function, (source, wanted), {}, name)
             new.meta.update(
-                {each: source.meta[each] for each in _HANDED_ON if each in source.meta},
+                {each: source.meta[each] for each in HANDED_ON if each in source.meta},
                 op=Op("to"),
                 dtype=info if function is cast_each or info is UNKNOWN else wanted,
                 precision=Precision.arriving(wanted, wanted, Rule.KEEP, "cast inserted for " + reader.name),

@@ -37,7 +37,6 @@ wider dtype, so that it gives itself back here where it does in the original::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -48,13 +47,10 @@ from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes, returned_values
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.graph.subgraphs import body_of
-from fxprec.passes.insert_casts import actual_dtype
+from fxprec.passes.insert_casts import HANDED_ON, SHORT_NAMES, actual_dtype
 from fxprec.passes.ops.aliases import alias_roots, written_by, written_roots
 from fxprec.passes.ops.names import cast_target, is_idle_dropout
 from fxprec.passes.ops.table import facts_at
-
-_SHORT: Final = {torch.float16: "f16", torch.bfloat16: "bf16"}
-_HANDED_ON: Final = ("nn_module_stack", "stack_trace", "numel", "val")
 
 
 @bodies_last
@@ -76,24 +72,40 @@ def _is_read_as_well(returned: Node) -> bool:
 
 
 def _keep(gm: GraphModule, context: Context) -> bool:
-    """Do so in one graph; return whether something changed."""
+    """Do so in one graph, after its bodies' results have their casts within; return whether something changed."""
     recorded = grad_mode_at_nodes(gm.graph, context.gradients)
     changed = _widen_results_of_bodies(gm, recorded)
-    roots = alias_roots(gm.graph)
-    written = written_roots(gm.graph, roots)
-    found = []
-    for returned in map(_very_tensor, returned_values(gm.graph)):
+    returned, moved = _move_casts_up(gm.graph, recorded)
+    routed = _route_readers(gm.graph, returned, recorded)
+    return changed or moved or routed
+
+
+def _move_casts_up(graph: Graph, recorded: Mapping[Node, bool]) -> tuple[list[Node], bool]:
+    """Cast returned values above the ops that may give their very argument back (``contiguous``).
+
+    Returns what is handed out then, the first of nodes that may be one tensor, and whether something was moved.
+    """
+    roots = alias_roots(graph)
+    written = written_roots(graph, roots)
+    found, changed = [], False
+    for returned in map(_very_tensor, returned_values(graph)):
         source = widened(returned)
         if source is not None and recorded.get(source) and roots[source] not in written:
             returned, moved = _compute_wide(returned, source)
             changed |= moved
         found.append(_very_tensor(returned))
-    roots = alias_roots(gm.graph)
-    position = {node: number for number, node in enumerate(gm.graph.nodes)}
+    return found, changed
+
+
+def _route_readers(graph: Graph, handed_out: list[Node], recorded: Mapping[Node, bool]) -> bool:
+    """Let those that read a low value behind its last write read it through its returned cast."""
+    changed = False
+    roots = alias_roots(graph)
+    position = {node: number for number, node in enumerate(graph.nodes)}
     last: dict[Node, Node] = {}  # root of memory -> the last node that writes to it
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         last.update((roots[target], node) for target in written_by(node))
-    for returned in found:
+    for returned in handed_out:
         source = widened(returned)
         if source is None or source.op == "placeholder" or not recorded.get(source):  # or it was made here
             continue
@@ -107,7 +119,7 @@ def _keep(gm: GraphModule, context: Context) -> bool:
             if user is not returned and user.op != "output" and position[user] > position[after]
         ]
         if readers and all(position.get(user, 0) > position[after] for user in returned.users):
-            _read_through(gm.graph, after, returned, readers)
+            _read_through(graph, after, returned, readers)
             changed = True
     return changed
 
@@ -175,7 +187,7 @@ def _cast_beside(source: Node, returned: Node) -> Node:
         arguments = (source, *returned.args[1:])
         wide = new_node(source.graph, "call_function", returned.target, arguments, {}, f"{source.name}_f32")
         wide.meta.update(returned.meta)
-        wide.meta.update({each: source.meta[each] for each in _HANDED_ON if each in source.meta})
+        wide.meta.update({each: source.meta[each] for each in HANDED_ON if each in source.meta})
     source.append(wide)
     return wide
 
@@ -276,7 +288,7 @@ def widened(node: Node) -> Node | None:
         return None
     narrow, wide = actual_dtype(source), node.args[1] if node.target in (cast, cast_if_float) else cast_target(node)
     guessed = narrow is torch.float32 and node.target is cast_if_float and notes(node).inserted
-    return source if (narrow in _SHORT or guessed) and wide is torch.float32 else None
+    return source if (narrow in (torch.float16, torch.bfloat16) or guessed) and wide is torch.float32 else None
 
 
 def _read_through(graph: Graph, after: Node, returned: Node, readers: list[tuple[Node, Node]]) -> None:
@@ -304,10 +316,12 @@ def _cast_back(returned: Node, low: Node) -> Node:
     assert dtype is not None
     with graph.inserting_after(returned):
         function = cast_if_float if unknown else cast
-        back = new_node(graph, "call_function", function, (returned, dtype), {}, f"{returned.name}_{_SHORT[dtype]}")
+        back = new_node(
+            graph, "call_function", function, (returned, dtype), {}, f"{returned.name}_{SHORT_NAMES[dtype]}"
+        )
     why = f"cast inserted to have {returned.name}, which is returned, on the gradient's path"
     back.meta.update(
-        {each: returned.meta[each] for each in _HANDED_ON if each in returned.meta},
+        {each: returned.meta[each] for each in HANDED_ON if each in returned.meta},
         op=Op("to"),
         dtype=UNKNOWN if unknown else dtype,
         precision=Precision.arriving(dtype, dtype, Rule.KEEP, why),

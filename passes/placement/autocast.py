@@ -129,7 +129,7 @@ class _Promotion(GraphWalk):
 
     def listed(self, site: Site) -> Rule:
         """Return what autocast's lists say of an op, unless an override or the level says more."""
-        if site.dtype is not None or site.why != site.facts.why:
+        if site.dtype is not None or not site.is_as_in_table:
             return site.rule
         if site.facts.autocast is not None:
             return site.facts.autocast

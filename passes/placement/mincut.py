@@ -119,7 +119,7 @@ class CutWalk(GraphWalk):
             return
         variables.value[node] = variables.pin(dtype)
         if source and self.context.policy.lowers_sources:
-            variables.unpromoting.add(node)
+            variables.does_not_widen.add(node)
 
     def assign_dtype_of(self, node: Node, reference: Node) -> None:
         self.variables.value[node] = self.variables.arriving(reference)
@@ -143,7 +143,7 @@ class CutWalk(GraphWalk):
         variables = self.variables
         if self.verdict.costs is not None:  # prices say whether it is worth its cast
             return
-        if node in variables.unpromoting and node not in self.classes:
+        if node in variables.does_not_widen and node not in self.classes:
             variables.arrives[node], variables.value[node] = variables.value[node], LOW
 
     def output(self, node: Node, returns: Rule) -> None:
@@ -163,7 +163,7 @@ class CutWalk(GraphWalk):
             if square is not None:
                 self.squares.add(site.node)
                 site = replace(site, rule=Rule.FULL, why=square)
-            elif site.rule is Rule.LOW and site.why == site.facts.why:
+            elif site.rule is Rule.LOW and site.is_as_in_table:
                 if self.origins.counts(site.node) and notes(site.node).dtype not in _LOW_DTYPES:
                     site = replace(site, rule=Rule.FULL, why=COUNTS)
                 elif is_elementwise(site.node):
@@ -221,7 +221,7 @@ class CutWalk(GraphWalk):
         self.digits[node] = why
         self.assign_dtype(node, torch.float32)
         if reference is None or not self.has(reference) or self.variables.arriving(reference) != FP32:
-            self.variables.unpromoting.add(node)  # it widens nobody whom that dtype would not
+            self.variables.does_not_widen.add(node)  # it widens nobody whom that dtype would not
 
     def keep(self, site: Site, floats: bool) -> None:
         node, variables = site.node, self.variables
@@ -231,7 +231,7 @@ class CutWalk(GraphWalk):
         for target in written:  # a custom op that says so in its schema: a cast of it would miss the write
             variables.pin_shared(node, variables.value[target], assumed_original(notes(target).dtype))
         if floats:
-            source = all(each in variables.unpromoting for each in sources)  # a lookup that rescales its weight
+            source = all(each in variables.does_not_widen for each in sources)  # a lookup that rescales its weight
             source = source and bool(written or not sources)
             self.assign_named_dtype(site, assumed_original(notes(node).dtype), source)
         self.decide(node, Rule.KEEP, site.why)
@@ -302,8 +302,8 @@ class CutWalk(GraphWalk):
             if read is not variable:
                 variables.add_cast_behind(node, read, variable)
                 self.roots.append(node)
-            if unsafe is COUNTS and variables.unpromoting.issuperset(site.data):
-                variables.unpromoting.add(node)
+            if unsafe is COUNTS and variables.does_not_widen.issuperset(site.data):
+                variables.does_not_widen.add(node)
         self.decide(node, site.rule, unsafe or site.why, read, out=FP32 if read is not variable else None, site=site)
 
     def nears_pole(self, site: Site) -> bool:

@@ -108,7 +108,7 @@ def overflowing_square(site: Site, context: Context) -> str | None:
     """
     if context.low is not torch.float16 or not site.data or context.policy.lowers_parameters:
         return None
-    if site.why != site.facts.why:
+    if not site.is_as_in_table:
         return None
     return "squares leave the range of float16 from 256 on" if is_square(site.node) else None
 

@@ -95,6 +95,11 @@ class Site:
         """The first argument: what a view looks at, a write writes, a cast casts."""
         return base_of(self.node)
 
+    @property
+    def is_as_in_table(self) -> bool:
+        """Whether the rule is that of the op table, and the policy says nothing else of the op."""
+        return self.why == self.facts.why
+
     def has_mixed_kernel(self, context: Context) -> bool:
         """Return whether an eager kernel reads and writes low, and computes in FP32 inside."""
         return self.dtype is None and context.native_mixed and context.device in self.facts.mixed

@@ -31,7 +31,7 @@ class Variables:
     Attributes:
         value: float value -> variable.
         arrives: values that the cut takes for low although they arrive wider (inputs at O2) -> their variable.
-        unpromoting: values that make nobody FP32: sources at O2.
+        does_not_widen: values that make nobody FP32: sources at O2.
         declined: 'node: reason' for every pin that another one overruled.
         absorbs: fused kernels cast what they read for nothing, and low values between them are wanted (O2) or priced.
     """
@@ -43,7 +43,7 @@ class Variables:
         self._costs = costs
         self.value: dict[Node, int] = {}
         self.arrives: dict[Node, int] = {}
-        self.unpromoting: set[Node] = set()
+        self.does_not_widen: set[Node] = set()
         self.declined: list[str] = []
         self._pins: dict[int, bool] = {FP32: True, LOW: False}
         self._dtypes: dict[int, torch.dtype] = {FP32: torch.float32, LOW: low}
@@ -99,8 +99,8 @@ class Variables:
         self.value[node] = self.value[source]
         if source in self.arrives:
             self.arrives[node] = self.arrives[source]
-        if source in self.unpromoting:
-            self.unpromoting.add(node)
+        if source in self.does_not_widen:
+            self.does_not_widen.add(node)
 
     def share_with_operand(self, placeholder: Node, operand: Node) -> None:
         """The placeholder of a called body is the caller's value, and costs what that costs: a weight has a shadow."""
@@ -154,7 +154,7 @@ class Variables:
         return [self.value[source] for source in known if scalars or self._widens(source)]
 
     def _widens(self, source: Node) -> bool:
-        return source not in self.unpromoting and not self._is_scalar(source)
+        return source not in self.does_not_widen and not self._is_scalar(source)
 
     def _is_scalar(self, source: Node) -> bool:
         return is_zero_dim(self._origin.get(source, source))
