@@ -117,7 +117,8 @@ def convert(
             a function of tensors gives a new module. On a CPU glibc's malloc keeps more of what is freed from then on,
             as after any large tensor (``fxprec.keep_memory``: all of it).
         example_inputs: tuple of positional or dict of keyword inputs: the graph exists at once, and casts are placed
-            by their size. The forward runs on copies of them; buffers and random state are as before afterwards.
+            by their size. The forward runs on copies of them; parameters, buffers and random state are as before
+            afterwards. While it runs, a copy of the weights is held, on their devices.
         level: "O0" (nothing lowered), "O1" (default), "O2" (the residual stream too), "O3" (parameters too).
         dtype: ``torch.float16`` or ``torch.bfloat16``; None: float16 for parameters on CUDA, else bfloat16.
         policy: a ``Policy``, which carries its level.

@@ -1,10 +1,10 @@
-"""Capture at convert time from example inputs, leaving no trace on them, attributes, buffers and random numbers."""
+"""Capture at convert time from example inputs, leaving no trace on them, on the model and on random numbers."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,13 @@ from torch.nn.parameter import is_lazy
 
 from fxprec.capture.untouched import ModelState, RandomState, copied_inputs
 from fxprec.errors import FxprecError
+from fxprec.kernels.torch_internals import FakeTensor, is_traceable_wrapper_subclass
 from fxprec.model.conversion import Conversion
 from fxprec.passes.torch_internals import unlogged
 from fxprec.torch_internals import NormBase, preserve_version_counter
+
+#: Integers by their size in bytes.
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def warm_up(module: nn.Module, conversion: Conversion, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
@@ -38,7 +42,7 @@ def warm_up(module: nn.Module, conversion: Conversion, example_inputs: Sequence[
         if any(is_lazy(parameter) for parameter in module.parameters()):
             _materialize(module, conversion, *copied_inputs(module, args, kwargs))
         args, kwargs = copied_inputs(module, args, kwargs)
-        with _untouched(module), unlogged():
+        with _untouched(module, conversion), unlogged():
             module(*args, **kwargs)
     except FxprecError:
         raise
@@ -78,7 +82,7 @@ def _materialize(module: nn.Module, conversion: Conversion, args: tuple[Any, ...
     shapeless = [part for part in module.modules() if any(map(is_lazy, part.buffers(recurse=False)))]
     conversion.bypassed += 1
     try:
-        with torch.no_grad(), buffers_kept(module):
+        with torch.no_grad(), values_kept([*module.parameters(), *module.buffers()]):
             module(*args, **kwargs)
     finally:
         conversion.bypassed -= 1
@@ -88,37 +92,82 @@ def _materialize(module: nn.Module, conversion: Conversion, args: tuple[Any, ...
 
 
 @contextlib.contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
-    """Attributes, buffers and every random number generator as they were, afterwards."""
+def _untouched(module: nn.Module, conversion: Conversion) -> Iterator[None]:
+    """Put back attributes, parameters, buffers and every random number generator."""
     state, random = ModelState(module), RandomState()
+    written: list[Tensor] = []
     try:
-        with buffers_kept(module):
+        with values_kept(module.parameters()) as written, buffers_kept(module):
             yield
     finally:
+        if written:
+            conversion.store.mark_stale()  # a version that a shadow knows may come again, with other values
         state.restore()
         random.restore()
 
 
 @contextlib.contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Buffers have their values again afterwards."""
-    with values_kept(buffer for buffer in module.buffers() if not is_lazy(buffer)):
+    """Put back the values of buffers."""
+    with values_kept(module.buffers()):
         yield
 
 
 @contextlib.contextmanager
-def values_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Tensors have their values again afterwards, and their version counters.
+def values_kept(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Put back the values of tensors, their memory where ``data`` was assigned to, and their version counters.
 
-    A backward that read them before, and is to run yet, finds what it read.
+    A backward that read them before, and is to run yet, finds what it read. It holds copies meanwhile, of a DTensor
+    that of this rank's shard; a tensor that is lazy, fake or on the meta device has no values.
+
+    Yields:
+        A list, empty until the context ends: then of the tensors that had been written.
     """
-    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    counted = tuple(tensor for tensor, _ in before if not tensor.is_inference())
+    written: list[Tensor] = []
+    tensors = [tensor for tensor in tensors if not is_lazy(tensor)]
+    parts = [part for tensor in tensors for part in _with_values(tensor)]
+    before = [(part, part.detach(), part.detach().clone()) for part in parts]
+    counted = tuple(tensor for tensor in dict.fromkeys([*tensors, *parts]) if not tensor.is_inference())
+    versions = [tensor._version for tensor in counted]
     with preserve_version_counter(counted):
         try:
-            yield
+            yield written
         finally:
-            with torch.no_grad():
-                for tensor, value in before:
-                    if not (tensor.is_meta or torch.equal(tensor, value)):
-                        tensor.copy_(value)
+            written += [tensor for tensor, version in zip(counted, versions, strict=True) if tensor._version != version]
+            written += [part for part, memory, value in before if _put_back(part, memory, value)]
+
+
+def _with_values(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that hold the values: those within a DTensor or another wrapper, else the tensor itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
+            yield tensor
+        return
+    wrapper: Any = tensor
+    for name in wrapper.__tensor_flatten__()[0]:
+        if isinstance(part := getattr(wrapper, name), Tensor):  # else a device mesh
+            yield from _with_values(part)
+
+
+def _put_back(tensor: Tensor, memory: Tensor, value: Tensor) -> bool:
+    """Give a tensor its memory and the value in it, unless it has both; return whether it had not."""
+    strided = tensor.layout is torch.strided  # nothing compares others
+    moved = strided and _place(tensor) != _place(memory)
+    if moved:
+        tensor.data = memory
+    if strided and memory.numel() and not memory.untyped_storage().nbytes():  # FSDP frees what it had gathered
+        return moved
+    if strided and torch.equal(_bits(memory), _bits(value)):
+        return moved
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.copy_(value)
+    return True
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return floats as integers, of which a NaN equals itself."""
+    return tensor.view(_INTEGERS[tensor.element_size()]) if tensor.is_floating_point() else tensor

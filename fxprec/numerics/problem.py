@@ -11,7 +11,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from fxprec.capture.pytrees import leaves_of
 from fxprec.capture.untouched import ModelState, RandomState
@@ -182,8 +181,7 @@ def kept(model: nn.Module) -> Iterator[None]:
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        values = values_kept(tensor for tensor in written if not is_lazy(tensor))
-        with late_hooks_aside(parameter for parameter, _ in gradients), values:
+        with late_hooks_aside(parameter for parameter, _ in gradients), values_kept(written):
             yield
     finally:
         if writes:

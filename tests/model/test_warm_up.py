@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fxprec
+from fxprec.model.warm_up import values_kept
 
 LOW = torch.bfloat16
 
@@ -68,6 +69,200 @@ def test_lazy_modules_take_their_shapes(tools):
         assert type(model[0]) is nn.Linear and model[0].weight.shape == (8, 5)
         assert model[1].num_batches_tracked == 0 and torch.equal(model[1].running_var, torch.ones(8))
         assert tools.matmul_dtypes(model, torch.randn(3, 5)) == {LOW: 2}
+
+
+class Writing(nn.Module):
+    """Writes a parameter in its forward, as momentum encoders and codebooks do."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.query, self.key, self.tied = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.tied.weight = self.query.weight
+        self.codebook = nn.Parameter(torch.rand(3, 4), requires_grad=False)
+        self.unset = nn.Parameter(torch.full((2,), torch.nan))
+        self.how = how
+
+    def forward(self, x):
+        self.how(self, x)
+        return self.key(self.tied(self.query(x))) @ self.codebook.t() + self.unset.nan_to_num().sum()
+
+
+def scale_data(model, x):
+    model.query.weight.data.mul_(0.9)
+
+
+def assign_data(model, x):
+    model.key.weight.data = model.key.weight.data * 0.5 + model.query.weight.data * 0.5
+
+
+@torch.no_grad()
+def average(model, x):
+    model.key.weight.mul_(0.5).add_(model.query.weight * 0.5)
+
+
+def move_codebook(model, x):
+    with torch.no_grad():
+        model.codebook.lerp_(x.mean(0).expand_as(model.codebook), 0.1)
+
+
+def set_nan(model, x):
+    model.codebook.data[0] = torch.nan
+
+
+def fill_nan(model, x):
+    model.unset.data.fill_(0.0)
+
+
+WRITES = [scale_data, assign_data, average, move_codebook, set_nan, fill_nan]
+
+
+def states(model):
+    """Bits, addresses and version counters of the parameters."""
+    return {
+        name: (parameter.detach().view(torch.int32).tolist(), parameter.data_ptr(), parameter._version)
+        for name, parameter in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+@pytest.mark.parametrize("how", WRITES)
+def test_parameters_that_the_forward_writes(how, capture):
+    model, x = Writing(how), torch.randn(2, 4)
+    before, plain = states(model), copy.deepcopy(model)
+    fxprec.convert(model, (x,), capture=capture)
+    assert states(model) == before
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x), rtol=0.05, atol=0.05, equal_nan=True)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), equal_nan=True)
+
+
+def test_parameters_that_a_symbolic_capture_writes():
+    class Averaging(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.mean = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+        def forward(self, x):
+            self.mean.mul_(0.5).add_(x.detach().mean(0))
+            return self.fc(x) + self.mean
+
+    model = Averaging()
+    before = states(model)
+    fxprec.convert(model, (torch.randn(2, 4),), capture="symbolic")
+    assert states(model) == before
+
+
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+def test_shadows_follow_a_weight_that_was_put_back(capture):
+    """Its version counter goes back too, and comes again with another value, of which nothing else tells."""
+
+    class Marking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(64, 64, bias=False)
+
+        def forward(self, x):
+            self.mark(x)
+            return self.fc(x)
+
+        @torch.compiler.disable
+        def mark(self, x):
+            with torch.no_grad():
+                self.fc.weight[5, 3] = x[0, 0]
+
+    model, x = Marking(), torch.ones(2, 64)
+    with torch.no_grad():
+        fxprec.convert(model, (x * 100,), capture=capture)
+        found = model(x)
+        torch.testing.assert_close(found, nn.functional.linear(x, model.fc.weight), rtol=0.02, atol=0.02)
+
+
+def test_parameters_of_a_forward_that_fails():
+    def fail(model, x):
+        average(model, x)
+        raise RuntimeError("no")
+
+    model = Writing(fail)
+    before = states(model)
+    with pytest.raises(ValueError, match="no"):
+        fxprec.convert(model, (torch.randn(2, 4),))
+    assert states(model) == before
+
+
+def test_parameters_beside_lazy_ones():
+    class Growing(Writing):
+        def __init__(self):
+            super().__init__(average)
+            self.late = nn.LazyLinear(4)
+
+        def forward(self, x):
+            return self.late(super().forward(x))
+
+    model = Growing()
+    before = {name: (p.clone(), p._version) for name, p in model.named_parameters() if "late" not in name}
+    fxprec.convert(model, (torch.randn(2, 4),))
+    assert model.late.weight.shape == (4, 3)
+    for name, (value, version) in before.items():
+        torch.testing.assert_close(model.get_parameter(name), value, rtol=0, atol=0, equal_nan=True)
+        assert model.get_parameter(name)._version == version
+
+
+def test_parameters_of_level_o3_come_back():
+    model, x = Writing(average), torch.randn(2, 4)
+    before = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
+    fxprec.convert(model, (x,), level="O3")
+    for name, value in before.items():
+        torch.testing.assert_close(model.get_parameter(name).bfloat16(), value, rtol=0, atol=0, equal_nan=True)
+
+
+def test_nothing_is_copied_where_nothing_runs(monkeypatch):
+    copied = []
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self, **_: copied.append(self) or self.detach() * 1)
+    fxprec.convert(nn.Sequential(nn.Linear(4, 4)))
+    assert not copied
+
+
+def test_values_of_every_kind_of_tensor_are_kept():
+    inference = torch.inference_mode()(lambda: torch.ones(2))()
+    tensors = [
+        torch.ones(2, dtype=dtype) for dtype in (torch.float64, LOW, torch.float8_e4m3fn, torch.complex64, torch.bool)
+    ]
+    tensors.append(torch.tensor([torch.nan, -1.0]))
+    tensors += [torch.ones(()), torch.ones(0), torch.eye(2).to_sparse(), inference, torch.arange(6.0).view(2, 3).t()]
+    before = [tensor.clone() for tensor in tensors]
+    others = [torch.ones(2, device="meta"), nn.UninitializedParameter()]
+    with values_kept([*tensors, *others]) as written, torch.inference_mode():
+        for tensor in tensors:
+            tensor.copy_(torch.zeros_like(tensor))
+    assert {id(tensor) for tensor in written} == {id(tensor) for tensor in tensors}
+    for tensor, value in zip(tensors, before, strict=True):
+        torch.testing.assert_close(tensor.to_dense().cfloat(), value.to_dense().cfloat(), equal_nan=True)
+    with values_kept(tensors[:6]) as written:
+        pass
+    assert not written
+
+
+def test_shards_are_kept():
+    """Of a DTensor the shard that this rank holds: nothing is gathered."""
+    distributed = pytest.importorskip("torch.distributed.tensor")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model = Writing(average)
+        for part in (model.query, model.key):
+            weight = distributed.distribute_tensor(part.weight.detach(), mesh, [distributed.Shard(0)])
+            part.weight = nn.Parameter(weight)
+        shards = [part.weight.to_local().detach().clone() for part in (model.query, model.key)]
+        versions = [parameter._version for parameter in model.parameters()]
+        with values_kept(model.parameters()) as written:
+            average(model, None)
+        assert written
+        assert [parameter._version for parameter in model.parameters()] == versions
+        for part, shard in zip((model.query, model.key), shards, strict=True):
+            assert torch.equal(part.weight.to_local(), shard)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_lazy_modules_without_examples(tools):
