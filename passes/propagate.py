@@ -103,18 +103,6 @@ class _Walk:
             annotations.scalar, annotations.dimensioned = is_zero_dim(node), has_dimensions(node)
         return returned
 
-    def _follows_fp32(self, node: Node) -> bool:
-        """Return whether the tensor whose dtype a call names is FP32 in the original program.
-
-        If it is low there, as an input of the user's in bfloat16 is, the dtype is obeyed as if the user had named it.
-        """
-        name = notes(node).dtype_of
-        named = next((each for each in self.gm.graph.nodes if each.name == name), None)  # None: it is another graph's
-        if named is None or notes(named).handed_over or notes(named).dtype not in (torch.float16, torch.bfloat16):
-            return True
-        notes(node).dtype_of = ""
-        return False
-
     def _placeholder(self, node: Node) -> DTypeInfo:
         if notes(node).state("dtype"):
             return notes(node).dtype
@@ -141,7 +129,7 @@ class _Walk:
             return self._opless(node, operands)
         if op.in_place:
             return NON_TENSOR if op.name == "setitem" else first(operands)
-        if notes(node).dtype_of and self._follows_fp32(node):
+        if notes(node).dtype_of:
             return torch.float32
         row = rule_of(op.name)
         dtype = self.facts.requested(node)

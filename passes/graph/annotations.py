@@ -134,7 +134,7 @@ class Annotations:
     as_written: Annotated[bool, "resolve_autocast_regions"] = False
     #: Name of the node whose dtype the call names (``x.to(h.dtype)``), where it was low when dynamo traced, and is FP32
     #: in the original program.
-    dtype_of: Annotated[str, "capture", "propagate"] = ""
+    dtype_of: Annotated[str, "capture"] = ""
     #: What the program had instead of this call, in words.
     instead_of: Annotated[str, "take_logits"] = ""
     #: dtype of the value in the *original* FP32 program: a ``torch.dtype``, ``UNKNOWN`` (nobody can tell without

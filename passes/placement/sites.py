@@ -33,9 +33,9 @@ from fxprec.passes.torch_internals import HigherOrderOperator
 
 
 class Learned(IntEnum):
-    """Dtype that a value made of weights has under torch.autocast; of several operands the highest decides."""
+    """Dtype under torch.autocast of what is made of weights and inputs. Of several operands the highest decides."""
 
-    #: No weight went into it.
+    #: Neither a weight nor a float input went into it.
     NOTHING = 0
     #: FP32: a weight, and what is made of weights without a product.
     TABLE = 1
@@ -51,11 +51,15 @@ def learned_values(graph: Graph, operands: Mapping[Node, Node], known: dict[Node
         row = facts_at(node)
         sources = [known.get(each, Learned.NOTHING) for _, each in arg_nodes(node) if carries_float(notes(each).dtype)]
         found = max(sources, default=Learned.NOTHING)
+        if row.rule is Rule.PROMOTE and found is Learned.LOWERED and min(sources) is not Learned.LOWERED:
+            found = Learned.WIDENED  # autocast computes in the widest dtype, which is FP32 here
         cast = cast_target(node) if notes(node).op.name == "to" else None
         wide = row.autocast is Rule.FULL or not row.low_kernel or cast is torch.float32
         low = (row.autocast or row.rule) is Rule.LOW or cast in (torch.float16, torch.bfloat16)
         if notes(node).kind == "parameter":
             found = Learned.TABLE
+        elif node.op == "placeholder" and node not in operands and carries_float(notes(node).dtype):
+            found = Learned.WIDENED  # as earlier layers may have made it
         elif node in operands:
             found = known.get(operands[node], Learned.NOTHING)
         elif low or isinstance(node.target, HigherOrderOperator):
@@ -97,7 +101,7 @@ class Site:
 
     @property
     def is_as_in_table(self) -> bool:
-        """Whether the rule is that of the op table, and the policy says nothing else of the op."""
+        """True if the rule is that of the op table, and the policy says nothing else of the op."""
         return self.why == self.facts.why
 
     def has_mixed_kernel(self, context: Context) -> bool:

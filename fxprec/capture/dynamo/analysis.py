@@ -263,7 +263,9 @@ class _Compiling:
             self._backend.within = "" if self._is_first(frame) else f"a piece begins in {_place(frame.f_code)}"
             try:
                 result = traced(
-                    functools.partial(self._inner, frame, *args, **kwargs), self._backend.receiver.without_net
+                    functools.partial(self._inner, frame, *args, **kwargs),
+                    self._backend.receiver.without_net,
+                    first=not self._backend.within,
                 )
             except Exception as error:
                 if frame.f_code is self._code or not failed_while_tracing(error) or backend_error(error) is not None:

@@ -40,8 +40,14 @@ class _NetShows(BaseException):
     """Ends a trace. dynamo would take an ``Exception`` for a failure of its own, and leave the frame."""
 
 
-def traced(trace: Callable[[], Any], without_net: Callable[[], contextlib.AbstractContextManager[Any]]) -> Any:
-    """Let dynamo trace a frame, and once more without the net if the frame shows whether it is there."""
+def traced(
+    trace: Callable[[], Any], without_net: Callable[[], contextlib.AbstractContextManager[Any]], first: bool
+) -> Any:
+    """Let dynamo trace a frame, and once more without the net if the frame shows whether it is there.
+
+    Args:
+        first: the frame is the method's own.
+    """
     classes = dynamo_classes()
     create_node, run, call = classes.graph.create_node, classes.frame.run, classes.torch_function.call_function
 
@@ -71,7 +77,7 @@ def traced(trace: Callable[[], Any], without_net: Callable[[], contextlib.Abstra
     try:
         with (
             replaced([(classes.graph, "create_node", looking), (classes.torch_function, "call_function", listening)]),
-            tensor_dtypes_followed(),
+            tensor_dtypes_followed(first),
         ):
             return trace()
     except _NetShows:

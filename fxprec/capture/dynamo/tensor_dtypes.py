@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
+from torch.fx import Node
 
 from fxprec.capture.tripwires import replaced
 from fxprec.passes.ops.names import dtype_among
@@ -25,11 +26,16 @@ from fxprec.torch_internals import dynamo_classes
 
 #: Numbers of ``torch.finfo`` that tell how fine a dtype is.
 _FINE: Final = frozenset({"eps", "tiny", "smallest_normal", "smallest_subnormal", "resolution"})
+_LOW: Final = frozenset({torch.float16, torch.bfloat16})
 
 
 @contextlib.contextmanager
-def tensor_dtypes_followed() -> Iterator[None]:
-    """Within the block, which traces a frame, nodes tell of the tensors whose dtypes they name."""
+def tensor_dtypes_followed(first: bool) -> Iterator[None]:
+    """Within the block, which traces a frame, nodes tell of the tensors whose dtypes they name.
+
+    Args:
+        first: the frame is the method's own, and its inputs have the dtypes that the user gave them.
+    """
     classes = dynamo_classes()
     create_node, make_class = classes.graph.create_node, classes.user_class.call_function
     ask_dtype, run_method = classes.tensor.method_attr_dtype, classes.tensor.call_method
@@ -38,6 +44,7 @@ def tensor_dtypes_followed() -> Iterator[None]:
     # By id, with the variable, which must stay alive: variables cannot be hashed, and hold no other attributes.
     names: dict[int, tuple[Any, str]] = {}
     limits: dict[int, Any] = {}
+    made_low: dict[Node, bool] = {}
     naming = ""
 
     def marked(variable: Any, found: Any) -> Any:
@@ -45,8 +52,11 @@ def tensor_dtypes_followed() -> Iterator[None]:
         device = getattr(variable.device, "type", "")
         if found is None or device not in ("cpu", "cuda") or variable.dtype is not torch.get_autocast_dtype(device):
             return found
+        node = variable.as_proxy().node
+        if not _is_low_by_net(node, first, made_low):
+            return found
         found = classes.constant.create(found.as_python_constant())
-        names[id(found)] = found, variable.as_proxy().node.name
+        names[id(found)] = found, node.name
         return found
 
     def dtype(variable: Any, frame: Any) -> Any:
@@ -59,7 +69,12 @@ def tensor_dtypes_followed() -> Iterator[None]:
 
     def call_function(variable: Any, frame: Any, args: Any, kwargs: Any) -> Any:
         with followed(args, kwargs):
-            return run_function(variable, frame, args, kwargs)
+            found = run_function(variable, frame, args, kwargs)
+        name = next((names[id(each)][1] for each in args if id(each) in names), "")
+        if name and variable.value is torch.promote_types and found.is_python_constant():
+            found = classes.constant.create(found.as_python_constant())
+            names[id(found)] = found, name
+        return found
 
     @contextlib.contextmanager
     def followed(args: Any, kwargs: Any) -> Iterator[None]:
@@ -99,3 +114,37 @@ def tensor_dtypes_followed() -> Iterator[None]:
         ]
     ):
         yield
+
+
+def _is_low_by_net(node: Node, first: bool, known: dict[Node, bool]) -> bool:
+    """Return whether a low tensor of the traced graph would be FP32 without the net.
+
+    Low are what the user gave (inputs of the first frame, parameters) and casts that name the dtype, and what is made
+    of these alone. Of what comes from elsewhere (an earlier frame, the caller of a body) nobody can tell: the net made
+    it.
+    """
+    if node not in known:
+        known[node] = True  # of a value that is made of itself, which there is not
+        value = node.meta.get("example_value")
+        if node.op in ("placeholder", "get_attr"):
+            known[node] = not (isinstance(value, torch.nn.Parameter) or (first and "grapharg" in node.meta))
+        elif "dtype_of" not in node.meta and _names_low(node):
+            known[node] = False
+        else:
+            known[node] = any(
+                any(each.dtype not in _LOW for each in floats) or _is_low_by_net(source, first, known)
+                for source in node.all_input_nodes
+                if (floats := _floats_of(source.meta.get("example_value")))
+            )
+    return known[node]
+
+
+def _floats_of(value: object) -> list[torch.Tensor]:
+    """Return the float tensors of a value, which may be a list of them."""
+    parts = value if isinstance(value, tuple | list) else (value,)
+    return [each for each in parts if isinstance(each, torch.Tensor) and each.is_floating_point()]
+
+
+def _names_low(node: Node) -> bool:
+    """Return whether a call names a low dtype: among its arguments, or by its name, as ``x.bfloat16()`` does."""
+    return dtype_among((*node.args, *node.kwargs.values())) in _LOW or str(node.target) in ("half", "bfloat16")

@@ -25,6 +25,8 @@ class Model(nn.Module):
     def __init__(self, function: Any) -> None:
         super().__init__()
         self.fc = nn.Linear(4, 4)
+        self.low = nn.Linear(4, 4).bfloat16()
+        self.register_buffer("mean", torch.ones(4, dtype=BF16))
         self.scale, self.out_dtype = EPS, BF16
         self.function = types.MethodType(function, self)
 
@@ -85,6 +87,8 @@ ASKED = {
     "summed": lambda m, x: x.sum(0, dtype=m.fc(x).dtype),
     "softmax": lambda m, x: torch.softmax(x, -1, dtype=m.fc(x).dtype),
     "random": lambda m, x: torch.ones(4, 4, dtype=m.fc(x).dtype) * x,
+    "promoted": lambda m, x: x.to(torch.promote_types(m.fc(x).dtype, m.fc(x).dtype)),
+    "of a sum with a low one": lambda m, x: x.to((m.fc(x) + m.mean).dtype),
 }
 
 
@@ -120,9 +124,25 @@ def test_a_dtype_that_the_user_named_is_obeyed(function):
     assert (expected.dtype, found.dtype) == (BF16, BF16)
 
 
-def test_the_dtype_of_a_low_input_is_its_own():
-    expected, found = both(lambda m, x: m.fc(x.float()).to(x.dtype), torch.randn(4, 4).bfloat16())
+OWN = {
+    "input": lambda m, x: m.fc(x.float()).to(x.dtype),
+    "made of one": lambda m, x: m.fc(x.float()).to((2 * x).dtype),
+    "buffer": lambda m, x: m.fc(x.float()).to(m.mean.dtype),
+    "parameter": lambda m, x: m.low(m.fc(x.float()).to(m.low.weight.dtype)),
+    "in a body": lambda m, x: torch.utils.checkpoint.checkpoint(
+        lambda y: m.fc(y).to(m.mean.dtype), x.float(), use_reentrant=False
+    ),
+    "created": lambda m, x: torch.ones(4, dtype=x.dtype) * x,
+    "eps": lambda m, x: x + torch.finfo(x.dtype).eps,
+    "eps of a cast": lambda m, x: m.fc(x.float()).bfloat16() * 0 + torch.finfo(m.fc(x.float()).bfloat16().dtype).eps,
+}
+
+
+@pytest.mark.parametrize("function", OWN.values(), ids=OWN)
+def test_the_dtype_of_what_is_low_in_the_original_is_its_own(function):
+    expected, found = both(function, torch.randn(4, 4).bfloat16())
     assert (expected.dtype, found.dtype) == (BF16, BF16)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
 
 
 def test_numbers_that_only_equal_the_eps_are_the_users():

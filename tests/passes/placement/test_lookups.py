@@ -156,3 +156,37 @@ def test_a_gpu_adds_up_in_fp32_itself(tools):
     )
     tools.rewritten(gm, tools.context("O2", device="cuda"), until="decide")
     assert {node.name: node.meta["precision"].reads for node in gm.graph.nodes}["embedding"] is BF16
+
+
+#: Read by an index, as nodes of a graph by its edges: values and inputs that autocast has in FP32.
+STREAMS = {
+    "a sum with the input": lambda m, x: F.relu(m.first(x) + x),
+    "a list with a weight": lambda m, x: torch.cat((m.first(x[:1]), m.weight[None])),
+    "a view": lambda m, x: (m.first(x) + m.weight).view(1, 2, 8)[0],
+    "the input": lambda m, x: F.relu(x),
+}
+
+
+class Stream(nn.Module):
+    def __init__(self, made):
+        super().__init__()
+        torch.manual_seed(0)
+        self.made, self.first, self.last = made, nn.Linear(8, 8), nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.rand(8))
+        self.register_buffer("edges", torch.arange(4096) % 2)
+
+    def forward(self, x):
+        return self.last(self.made(self, x)[self.edges])
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+@pytest.mark.parametrize("spelling", STREAMS)
+def test_gradients_of_what_autocast_has_in_fp32_do_not_stall(spelling, capture):
+    torch._dynamo.reset()
+    found = []
+    for model in (Stream(STREAMS[spelling]), fxprec.convert(Stream(STREAMS[spelling]), dtype=BF16, capture=capture)[0]):
+        x = torch.rand(2, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        model(x).sum().backward()
+        found.append([each.grad for each in (*model.parameters(), x) if each.grad is not None])
+    for ours, expected in zip(*reversed(found), strict=True):
+        assert (ours - expected).norm() <= 0.02 * expected.norm()
