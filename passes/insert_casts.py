@@ -289,7 +289,7 @@ class _Epochs:
             return False
         reference = dtype_reference(node)
         dtypes: list[object] = [each for each in node.all_input_nodes if each.args == (reference, "dtype")]
-        if annotations.dtype_of:  # dynamo baked the dtype, or its name
+        if annotations.names_tensors_dtype:  # dynamo baked the dtype, or its name
             low = dtype_argument(node)
             dtypes = [low, *filter(None, [_TENSORS.get(low)])]
         if dtypes:

@@ -20,6 +20,7 @@ After::
     %linear_1_f32: float32 = cast(%linear_1, torch.float32)
     return (%linear_1_f32, %linear_f32)
 
+A tensor that gets a hook of the user's (``register_hook``) counts as returned: the hook is on what all readers read.
 The way there and back loses nothing. It is taken only where gradients are recorded, and only by a value that is
 returned and read as well. Of memory that is written in place only those count that read it after the last write. A
 checkpoint's body that returns such a value gives it in the wider dtype itself, since its readers are in there.

@@ -129,7 +129,7 @@ class _Walk:
             return self._opless(node, operands)
         if op.in_place:
             return NON_TENSOR if op.name == "setitem" else first(operands)
-        if notes(node).dtype_of:
+        if notes(node).names_tensors_dtype:
             return torch.float32
         row = rule_of(op.name)
         dtype = self.facts.requested(node)

@@ -132,9 +132,9 @@ class Annotations:
     autocast: Annotated[bool | torch.dtype, "resolve_autocast_regions"] = True
     #: In the body of a region of the user's own autocast that runs as it is written: nothing is rewritten there.
     as_written: Annotated[bool, "resolve_autocast_regions"] = False
-    #: Name of the node whose dtype the call names (``x.to(h.dtype)``), where it was low when dynamo traced, and is FP32
-    #: in the original program.
-    dtype_of: Annotated[str, "capture"] = ""
+    #: Whether the low dtype that the call names was asked of a tensor (``x.to(h.dtype)``) that autocast had made low
+    #: when dynamo traced, and that is FP32 in the original program.
+    names_tensors_dtype: Annotated[bool, "capture"] = False
     #: What the program had instead of this call, in words.
     instead_of: Annotated[str, "take_logits"] = ""
     #: dtype of the value in the *original* FP32 program: a ``torch.dtype``, ``UNKNOWN`` (nobody can tell without

@@ -211,11 +211,12 @@ class CutWalk(GraphWalk):
         """Assign the dtype that a call names, or FP32 where somebody needs digits that the original program has."""
         node, reference = site.node, dtype_reference(site.node)
         why = COUNTS if self.origins.is_exact(node) else self.saturated.get(node)
-        if self.classes.get(node, node) is not node:  # x.type_as(y) is x itself where both are FP32
+        is_source = self.classes.get(node, node) is not node  # x.type_as(y) is x itself where both are FP32
+        if is_source:
             why = why or "it is the tensor that it casts, whose memory is written"
-        named = notes(node).dtype_of or reference is not None
+        named = notes(node).names_tensors_dtype or reference is not None
         if why is None or not named or notes(node).dtype is not torch.float32:
-            if node in self.classes and notes(node).dtype is UNKNOWN and self.classes[node] is not node:
+            if is_source and notes(node).dtype is UNKNOWN:
                 return self.assign_dtype(node, torch.float32)  # of an input: the call itself finds out what it is
             return super().assign_named_dtype(site, dtype, source)
         self.digits[node] = why

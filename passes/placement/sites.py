@@ -39,7 +39,7 @@ class Learned(IntEnum):
     NOTHING = 0
     #: FP32: a weight, and what is made of weights without a product.
     TABLE = 1
-    #: FP32, although a product is behind it: autocast computes in FP32 what comes after.
+    #: FP32, although a product may be behind it: an input, and what autocast computes in FP32 after a product.
     WIDENED = 2
     #: A product, or a cast of the user's, made it low.
     LOWERED = 3

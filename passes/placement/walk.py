@@ -134,7 +134,7 @@ class GraphWalk:
         if reference is not None and self.has(reference):
             self.assign_dtype_of(site.node, reference)
         else:
-            self.assign_dtype(site.node, self.context.low if notes(site.node).dtype_of else dtype, source)
+            self.assign_dtype(site.node, self.context.low if notes(site.node).names_tensors_dtype else dtype, source)
 
     def _graph(self, gm: GraphModule, bound: Mapping[Node, Node] | None, returns: Rule) -> None:
         """``bound``: in a called body, placeholder -> the caller's operand, where that is ours to decide."""

@@ -356,7 +356,7 @@ def test_a_cast_baked_from_a_low_tensor_was_one_to_fp32() -> None:
     x.meta["dtype"] = FP32
     cast = graph.call_method("to", (x, BF16))
     literal = graph.call_method("to", (x, BF16))
-    cast.meta["dtype_of"] = "another"  # of the graph around this one
+    cast.meta["names_tensors_dtype"] = True
     graph.output((cast, literal))
     annotated(GraphModule({}, graph))
     assert (cast.meta["dtype"], literal.meta["dtype"]) == (FP32, BF16)

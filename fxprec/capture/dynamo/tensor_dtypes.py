@@ -2,9 +2,9 @@
 
 dynamo traces under the net, where the result of a linear has the low dtype, and writes what ``h.dtype`` is there into
 the graph as if the user had named it. So the variables that dynamo makes of such a dtype are marked, and a node of a
-call that gets one says whose dtype it was::
+call that gets one says so::
 
-    y = x.to(h.dtype)                       %y = to(%x, torch.bfloat16)              # meta["dtype_of"] = "linear"
+    y = x.to(h.dtype)                       %y = to(%x, torch.bfloat16)              # meta["names_tensors_dtype"]
     p.clamp(torch.finfo(p.dtype).eps)       %clamp = clamp(%p, 1.1920929e-07)        # in FP32, as p is without the net
 
 A dtype that the user named (``torch.bfloat16``, an attribute that holds it) is not marked, and is obeyed. ``min`` and
@@ -31,7 +31,7 @@ _LOW: Final = frozenset({torch.float16, torch.bfloat16})
 
 @contextlib.contextmanager
 def tensor_dtypes_followed(first: bool) -> Iterator[None]:
-    """Within the block, which traces a frame, nodes tell of the tensors whose dtypes they name.
+    """Within the block, which traces a frame, nodes tell whether a dtype that they name was asked of a tensor.
 
     Args:
         first: the frame is the method's own, and its inputs have the dtypes that the user gave them.
@@ -41,23 +41,26 @@ def tensor_dtypes_followed(first: bool) -> Iterator[None]:
     ask_dtype, run_method = classes.tensor.method_attr_dtype, classes.tensor.call_method
     run_function = classes.torch_function.call_function
     attribute_of_constant = getattr(classes.constant, classes.attribute)
-    # By id, with the variable, which must stay alive: variables cannot be hashed, and hold no other attributes.
-    names: dict[int, tuple[Any, str]] = {}
+    # Variables by id, which keeps them alive: they cannot be hashed, and hold no other attributes.
+    dtypes: dict[int, Any] = {}
     limits: dict[int, Any] = {}
     made_low: dict[Node, bool] = {}
-    naming = ""
+    naming = False
+
+    def any_marked(args: Any, kwargs: Any) -> bool:
+        return any(id(each) in dtypes for each in (*args, *kwargs.values()))
+
+    def mark(found: Any) -> Any:
+        made = classes.constant.create(found.as_python_constant())
+        dtypes[id(made)] = made
+        return made
 
     def marked(variable: Any, found: Any) -> Any:
         """Return a variable of its own for the dtype of a tensor, or for its name, if it is the net's."""
         device = getattr(variable.device, "type", "")
         if found is None or device not in ("cpu", "cuda") or variable.dtype is not torch.get_autocast_dtype(device):
             return found
-        node = variable.as_proxy().node
-        if not _is_low_by_net(node, first, made_low):
-            return found
-        found = classes.constant.create(found.as_python_constant())
-        names[id(found)] = found, node.name
-        return found
+        return mark(found) if _is_low_by_net(variable.as_proxy().node, first, made_low) else found
 
     def dtype(variable: Any, frame: Any) -> Any:
         return marked(variable, ask_dtype(variable, frame))
@@ -70,17 +73,14 @@ def tensor_dtypes_followed(first: bool) -> Iterator[None]:
     def call_function(variable: Any, frame: Any, args: Any, kwargs: Any) -> Any:
         with followed(args, kwargs):
             found = run_function(variable, frame, args, kwargs)
-        name = next((names[id(each)][1] for each in args if id(each) in names), "")
-        if name and variable.value is torch.promote_types and found.is_python_constant():
-            found = classes.constant.create(found.as_python_constant())
-            names[id(found)] = found, name
-        return found
+        promoted = variable.value is torch.promote_types and any_marked(args, kwargs)
+        return mark(found) if promoted and found.is_python_constant() else found
 
     @contextlib.contextmanager
     def followed(args: Any, kwargs: Any) -> Iterator[None]:
         nonlocal naming
         outer = naming
-        naming = next((names[id(each)][1] for each in (*args, *kwargs.values()) if id(each) in names), outer)
+        naming = outer or any_marked(args, kwargs)
         try:
             yield
         finally:
@@ -89,12 +89,12 @@ def tensor_dtypes_followed(first: bool) -> Iterator[None]:
     def create(tracer: Any, op: str, target: Any, args: Any = None, kwargs: Any = None, *rest: Any) -> Any:
         node = create_node(tracer, op, target, args, kwargs, *rest)
         if naming and dtype_among((*(args or ()), *(kwargs or {}).values())) is not None:
-            node.meta["dtype_of"] = naming
+            node.meta["names_tensors_dtype"] = True
         return node
 
     def make(variable: Any, frame: Any, args: Any, kwargs: Any) -> Any:
         made = make_class(variable, frame, args, kwargs)
-        if variable.value is torch.finfo and any(id(each) in names for each in (*args, *kwargs.values())):
+        if variable.value is torch.finfo and any_marked(args, kwargs):
             limits[id(made)] = made
         return made
 
@@ -128,7 +128,7 @@ def _is_low_by_net(node: Node, first: bool, known: dict[Node, bool]) -> bool:
         value = node.meta.get("example_value")
         if node.op in ("placeholder", "get_attr"):
             known[node] = not (isinstance(value, torch.nn.Parameter) or (first and "grapharg" in node.meta))
-        elif "dtype_of" not in node.meta and _names_low(node):
+        elif "names_tensors_dtype" not in node.meta and _names_low(node):
             known[node] = False
         else:
             known[node] = any(
