@@ -117,7 +117,13 @@ HOOKED = [
     read_in_several_places,
     of_a_residual,
     before_use,
-    twice,
+    pytest.param(
+        twice,
+        marks=pytest.mark.skipif(
+            torch.__version__.startswith("2.11."),
+            reason="two hooks of one tensor are wrong under torch.compile(backend='eager') of torch 2.11 as well",
+        ),
+    ),
     in_a_checkpoint,
 ]
 
