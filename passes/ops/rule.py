@@ -38,6 +38,17 @@ class Writes(NamedTuple):
     flag: tuple[int, str, bool]
 
 
+class Stalls(NamedTuple):
+    """Values of an option (its position, its name) with which a kernel adds up, or multiplies, in its data's dtype.
+
+    By device type; of an op without such an option the value is None.
+    """
+
+    cpu: tuple[object, ...] = ()
+    cuda: tuple[object, ...] = ()
+    option: tuple[int, str] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class OpRule:
     """Row of the op table: facts of one canonical op. A port is an argument's position or keyword name.
@@ -68,6 +79,8 @@ class OpRule:
         dtype_keyword: the op takes ``dtype=`` and accumulates in it while reading low natively (sum, mean).
         adds_up: device types on which its backward adds up gradients of one place in the dtype of its data, so that a
             weight's stalls: it reads FP32 there, and its result is cast.
+        stalls: when it adds many values to one place in the dtype of its data, so that in low a sum stays at a few
+            hundred: it is FP32 then.
         lookup: its first data are a table, whatever made it.
         pads: its ``mode`` says whether it repeats values, and so adds up at all.
         low_kernel: whether there is a kernel for low inputs at all, forward and backward: without one a FULL op stays
@@ -174,6 +187,7 @@ class OpRule:
     mixed: frozenset[str] = frozenset()
     dtype_keyword: bool = False
     adds_up: frozenset[str] = frozenset()
+    stalls: Stalls | None = None
     lookup: bool = False
     pads: bool = False
     view: bool = False

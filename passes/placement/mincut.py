@@ -31,6 +31,7 @@ from fxprec.passes.placement.pins import (
     exp_chains,
     overflowing_square,
     rounded_to_integer,
+    stalls,
     unsafe_number,
     written_classes,
 )
@@ -327,6 +328,8 @@ class CutWalk(GraphWalk):
         was_low = notes(node).dtype in _LOW_DTYPES
         if node in self.saturated and not was_low:
             return self.saturated[node]
+        if not was_low and stalls(site, self.context.device):
+            return "it adds many values to one place, whose sum would stay at a few hundred in low precision"
         number = unsafe_number(site, self.context.low)
         if number is None and not was_low and self.origins.counts(node) and not commutes_with_rounding(site):
             return COUNTS

@@ -8,6 +8,7 @@ Safety pins keep an op that would follow or promote in FP32::
     %d: float32 = mul(%exp, %scale)                      # between exp and the sum over it
     %e: float32 = mul(%y, %y)                            # float16 only: squares leave its range from 256 on
     %f: float32 = clamp(%y, max=0.9999999)               # a bound that is 1 in low: logit(%f) is infinite there
+    %g: float32 = index_add(%zeros, 0, %ids, %y)         # a sum of many would stay at a few hundred in low
 
 Written classes: a tensor, its views and its in-place users share memory, so that one of them in another dtype would be
 a copy that misses the writes. ``written_classes`` finds them; a class without a write falls apart into ordinary ops.
@@ -29,7 +30,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.graph.annotations import NO_OP, Rule, notes
+from fxprec.passes.graph.annotations import NO_OP, Rule, argument, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.aliases import shared_sources, written_memory
 from fxprec.passes.ops.names import cast_target
@@ -60,21 +61,21 @@ def unsafe_number(site: Site, low: torch.dtype) -> str | None:
     operands = site.facts.numbers is not None
     limits = torch.finfo(low)
     node = site.node
-    for argument in (*node.args, *node.kwargs.values()):
-        kind = type(argument)
+    for number in (*node.args, *node.kwargs.values()):
+        kind = type(number)
         if kind is not float and (kind is not int or not operands):
             continue
-        size = abs(argument)  # type: ignore[arg-type]
+        size = abs(number)  # type: ignore[arg-type]
         if size == 0 or math.isinf(size) or math.isnan(size):
             continue
         if size > limits.max:
-            return f"{dtype_name(low)} cannot hold {argument!r}"
+            return f"{dtype_name(low)} cannot hold {number!r}"
         if size < limits.tiny:
-            return f"{argument!r} vanishes in {dtype_name(low)}"
-        if (rounded := rounded_to_integer(site.facts, argument, low)) is not None:
-            return f"{argument!r} is {rounded} in {dtype_name(low)}, which may be a pole"
+            return f"{number!r} vanishes in {dtype_name(low)}"
+        if (rounded := rounded_to_integer(site.facts, number, low)) is not None:
+            return f"{number!r} is {rounded} in {dtype_name(low)}, which may be a pole"
         if size < limits.eps and operands and _guards(node):
-            return f"{argument!r} guards a division and would vanish beside the rest in {dtype_name(low)}"
+            return f"{number!r} guards a division and would vanish beside the rest in {dtype_name(low)}"
     return None
 
 
@@ -90,6 +91,15 @@ def rounded_to_integer(facts: OpRule, number: object, low: torch.dtype) -> int |
     step = math.ldexp(torch.finfo(low).eps, math.frexp(number)[1] - 1)
     rounded = round(number / step) * step
     return int(rounded) if rounded.is_integer() else None
+
+
+def stalls(site: Site, device: str) -> bool:
+    """Return whether a call adds many values to one place, in the dtype of its data."""
+    found = site.facts.stalls
+    if found is None:
+        return False
+    value = argument(site.node, *found.option) if found.option else None
+    return value in (found.cuda if device == "cuda" else found.cpu)
 
 
 def _guards(node: Node) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from fxprec.passes.graph.annotations import Rule
-from fxprec.passes.ops.rule import OpRule, facts, rows, table
+from fxprec.passes.ops.rule import OpRule, Stalls, facts, rows, table
 
 _SELF: Final = (0, "input", "self")
 _VIEW: Final = "the same values in another shape"
@@ -65,6 +65,13 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("gather index_select", indices=(2, "index")),
     facts("scatter scatter_add scatter_reduce index_add index_copy index_reduce", places=(2, "index")),
     facts("index_put setitem put", places=(1, "indices", "index")),
+    # a CPU's kernels add up in FP32 what is not named here; a GPU's add atomically, in the dtype that memory has
+    facts("index_put put", stalls=Stalls(cpu=(True,), option=(3, "accumulate"))),
+    facts("index_add", stalls=Stalls(cpu=(None,), cuda=(None,))),
+    facts("scatter_add", stalls=Stalls(cuda=(None,))),
+    facts("index_reduce", stalls=Stalls(("mean", "prod"), ("mean", "prod"), (4, "reduce"))),
+    facts("scatter_reduce", stalls=Stalls(cuda=("sum", "mean", "prod"), option=(4, "reduce"))),
+    facts("scatter", stalls=Stalls(cuda=("add", "multiply"), option=(4, "reduce"))),
     facts("masked_fill index_fill fill fill_diagonal", numbers="fill"),
     facts("setitem", numbers="compared"),
     facts("clone masked_fill", boolean=True),

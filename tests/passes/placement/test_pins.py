@@ -271,3 +271,50 @@ def test_written_values_are_right(tools):
     gm = tools.rewritten(tools.traced(f, X, W), tools.context())
     for ours, theirs in zip(gm(X, W), expected, strict=True):
         assert torch.allclose(ours, theirs, rtol=0.02, atol=0.05)
+
+
+#: Writes that add up many values in one place -> how they are spelled, and devices on which their kernels do it low.
+WRITES = {
+    "index_put": (lambda z, i, y: z.index_put((i,), y, accumulate=True), ("cpu",)),
+    "put": (lambda z, i, y: z.put(i, y, accumulate=True), ("cpu",)),
+    "index_add": (lambda z, i, y: z.index_add(0, i, y), ("cpu", "cuda")),
+    "index_add_": (lambda z, i, y: z.index_add_(0, i, y), ("cpu", "cuda")),
+    "index_reduce": (lambda z, i, y: z.index_reduce(0, i, y, "mean"), ("cpu", "cuda")),
+    "scatter_reduce": (lambda z, i, y: z.scatter_reduce(0, i, y, "sum"), ("cuda",)),
+    "scatter_add": (lambda z, i, y: z.scatter_add(0, i, y), ("cuda",)),
+    "scatter": (lambda z, i, y: z.scatter(0, i, y, reduce="add"), ("cuda",)),
+}
+EXACT = {
+    "index_put": lambda z, i, y: z.index_put((i,), y),
+    "put": lambda z, i, y: z.put(i, y),
+    "index_reduce": lambda z, i, y: z.index_reduce(0, i, y, "amax"),
+    "scatter_reduce": lambda z, i, y: z.scatter_reduce(0, i, y, "amin"),
+    "scatter": lambda z, i, y: z.scatter(0, i, y),
+    "index_copy": lambda z, i, y: z.index_copy(0, i, y),
+}
+PLACES = torch.zeros(4, dtype=torch.long)
+
+
+def written(op):
+    return lambda x, w, i: F.linear(op(F.linear(x, w).flatten().new_zeros(16), i, F.linear(x, w)[0]).view(4, 4), w)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", WRITES)
+def test_what_a_kernel_adds_up_in_its_data_s_dtype_is_fp32(decided, name, device, level):
+    op, devices = WRITES[name]
+    found, _ = decided(written(op), X, W, PLACES, level=level, device=device)
+    assert found[name].reads is found[name].output is (FP32 if device in devices else BF16)
+    assert ("stay at a few hundred" in found[name].why) is (device in devices)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_writes_that_add_nothing_up_are_low(decided, name):
+    for device in ("cpu", "cuda"):
+        assert decided(written(EXACT[name]), X, W, PLACES, device=device)[0][name].reads is BF16
+
+
+def test_a_sum_in_memory_that_the_user_made_low_is_low(decided):
+    found, _ = decided(lambda x, w, i: x.bfloat16().flatten().index_add(0, i, x.bfloat16()[0]), X, W, PLACES)
+    assert found["index_add"].reads is not FP32
