@@ -33,6 +33,7 @@ from fxprec.passes.fusion.channels_last import lay_out_images
 from fxprec.passes.fusion.depthwise_calls import call_depthwise
 from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.fusion.kernel_calls import call_kernels
+from fxprec.passes.fusion.layer_norm_calls import call_layer_norms
 from fxprec.passes.fusion.wide_parts import move_wide
 from fxprec.passes.fusion.wide_sums import accumulate_wide
 from fxprec.passes.graph.annotations import graph_notes
@@ -66,6 +67,7 @@ PIPELINE: Final[tuple[Pass, ...]] = (
     accumulate_wide,
     lay_out_images,
     call_depthwise,
+    call_layer_norms,
     call_attention,
     make_functional,
     call_kernels,

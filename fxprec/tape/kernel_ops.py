@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxprec.kernels.cpu import depthwise
+from fxprec.kernels.cpu import depthwise, layer_norm
 from fxprec.kernels.cpu.attention import plain_gradients, scores
 from fxprec.kernels.cpu.attention_products import in_blocks, out_of_blocks
 from fxprec.kernels.nn import max_pool
@@ -306,6 +306,7 @@ KERNELS: Final[dict[str, Callable[..., Any]]] = {
     "fxprec::scaled_gradient": _scaled_gradient,
     "fxprec::max_pool2d_backward": max_pool.backward_reference,
     "fxprec::depthwise_conv2d_backward": depthwise.backward_reference,
+    "fxprec::layer_norm_backward": layer_norm.backward_reference,
     "aten::_scaled_dot_product_flash_attention_for_cpu": _torchs,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _torchs_backward,
     "fxprec::attention": _products,

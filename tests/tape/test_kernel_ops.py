@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fxprec.kernels as kernels
 from fxprec.kernels.cpu.depthwise import depthwise_conv2d
+from fxprec.kernels.cpu.layer_norm import layer_norm
 from fxprec.kernels.launch.kernel_op import _KERNELS
 from fxprec.kernels.nn.max_pool import max_pool2d
 from fxprec.tape.adjoint import measured, terms
@@ -74,6 +75,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
         lambda x, w, b: depthwise_conv2d(x, w, b, (2, 2), (2, 2), (1, 1)),
         [(3, 4, 9, 9), (4, 1, 5, 5), (4,)],
     ),
+    "layer norm": (lambda x, w, b: layer_norm(x, (16,), w, b, 1e-5), [(3, 12, 16), (16,), (16,)]),
     "rope": (rope, [(2, 3, 6, 8), (2, 3, 6, 8)]),
 }
 
