@@ -103,7 +103,7 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
         epochs.written(node)
         dtype = annotations.root_dtype
         if dtype is not None:
-            del annotations.root_dtype
+            annotations.discard("root_dtype")
             changed |= epochs.recast_root(node, dtype)
     return PassResult(gm, changed)
 

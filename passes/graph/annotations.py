@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias
@@ -69,8 +68,7 @@ class Arrival(StrEnum):
     ORIGINAL = "its original dtype"
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
+class Precision(NamedTuple):
     """Decision of ``decide`` for one node.
 
     Attributes:
@@ -99,19 +97,12 @@ class Precision:
 UNDECIDED: Final = Precision.arriving(None, None, Rule.KEEP, "")
 
 
-_new: Final = object.__new__
-
-
 class Annotations:
     """The annotations of one node: a typed view of ``node.meta``, which torch.fx copies with the node.
 
     Its attributes *are* the entries of that dict. Each field names the pass that writes it (of ``fused`` one of many),
     and what it is where nobody did.
     """
-
-    def __delattr__(self, field: str) -> None:
-        """Take back what somebody wrote, if anybody did."""
-        self.__dict__.pop(field, None)
 
     #: "parameter", "buffer" or "constant": what a get_attr node reads, or a weight that became an input.
     kind: Annotated[str, "capture"] = ""
@@ -181,13 +172,20 @@ class Annotations:
         """Return whether somebody wrote that field."""
         return field in self.__dict__
 
+    def discard(self, field: str) -> None:
+        """Take back what somebody wrote to that field, if anybody did.
+
+        A ``__delattr__`` would do, and make each assignment, and with it each view, half as fast.
+        """
+        self.__dict__.pop(field, None)
+
 
 def notes(node: Node) -> Annotations:
     """Return the annotations of a node; assigning to a field writes it.
 
     It is asked a hundred times a node, so the view is made in the shortest way: without a call of ``__init__``.
     """
-    view = _new(Annotations)
+    view = Annotations()
     view.__dict__ = node.meta
     return view
 
@@ -223,7 +221,7 @@ class GraphAnnotations:
 
 def graph_notes(gm: GraphModule) -> GraphAnnotations:
     """Return what the passes wrote of a graph as a whole; assigning to a field writes it."""
-    view = _new(GraphAnnotations)
+    view = GraphAnnotations()
     view.__dict__ = gm.meta
     return view
 

@@ -12,7 +12,6 @@ operand is 0-dim, which does not promote in torch either.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Final, NamedTuple
 
 import torch
@@ -162,12 +161,12 @@ class CutWalk(GraphWalk):
             square = overflowing_square(site, self.context)
             if square is not None:
                 self.squares.add(site.node)
-                site = replace(site, rule=Rule.FULL, why=square)
+                site = site._replace(rule=Rule.FULL, why=square)
             elif site.rule is Rule.LOW and site.is_as_in_table:
                 if self.origins.counts(site.node) and notes(site.node).dtype not in _LOW_DTYPES:
-                    site = replace(site, rule=Rule.FULL, why=COUNTS)
+                    site = site._replace(rule=Rule.FULL, why=COUNTS)
                 elif is_elementwise(site.node):
-                    site = replace(site, rule=Rule.PROMOTE, why=ELEMENTWISE)
+                    site = site._replace(rule=Rule.PROMOTE, why=ELEMENTWISE)
             {Rule.KEEP: self.keep, Rule.LOW: self.low, Rule.FULL: self.full}.get(site.rule, self.follow)(site, floats)
 
     def write(self, site: Site, floats: bool) -> None:
@@ -240,9 +239,9 @@ class CutWalk(GraphWalk):
     def low(self, site: Site, floats: bool) -> None:
         node, variables = site.node, self.variables
         if node in self.verdict.stays:
-            return self.full(replace(site, why=self.verdict.stays[node]), floats)
+            return self.full(site._replace(why=self.verdict.stays[node]), floats)
         if node in self.verdict.unpriced:
-            site = replace(site, why=f"{site.why}; pays: {self.verdict.unpriced[node]}")
+            site = site._replace(why=f"{site.why}; pays: {self.verdict.unpriced[node]}")
         read = variables.pin(site.dtype or self.context.low)
         variables.read_data(site, read)
         if floats and (names_dtype(node) or site.facts.wide):
@@ -368,7 +367,8 @@ def _annotate(walk: CutWalk, dtype: Callable[[int | None], torch.dtype | None]) 
         if site is not None and read is not None and not walk.variables.is_pinned(read):
             why = f"{why}; {_reason(walk, site, reads, dtype)}"
         annotations.precision = precision_of(node, rule, why, reads, dtype(out))
-        del annotations.root_dtype, annotations.names_fp32
+        annotations.discard("root_dtype")
+        annotations.discard("names_fp32")
     for node in walk.digits:
         notes(node).names_fp32 = True
     for node in walk.roots:

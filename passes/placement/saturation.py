@@ -19,7 +19,6 @@ original program (``%p.to(%h.dtype)``) hands on, and so is written as FP32.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Final
 
 import torch
@@ -85,7 +84,7 @@ def spared(site: Site, near_poles: set[Node]) -> Site:
     lowered = site.rule is Rule.LOW and site.dtype is None and site.why.startswith(LOWERED)
     if not lowered or near_poles.isdisjoint(site.data):
         return site
-    return replace(site, rule=Rule.PROMOTE, why="reads what saturates in low precision: as wide as that arrives")
+    return site._replace(rule=Rule.PROMOTE, why="reads what saturates in low precision: as wide as that arrives")
 
 
 def _saturates(node: Node, low: torch.dtype) -> bool:

@@ -7,9 +7,9 @@ A *site* is one call as the policy sees it. ``data`` are the float arguments on 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -69,8 +69,7 @@ def learned_values(graph: Graph, operands: Mapping[Node, Node], known: dict[Node
         known[node] = found
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(NamedTuple):
     """Call as the policy sees it.
 
     Attributes:
@@ -108,7 +107,7 @@ class Site:
         """Return whether an eager kernel reads and writes low, and computes in FP32 inside."""
         return self.dtype is None and context.native_mixed and context.device in self.facts.mixed
 
-    def adds_up_low(self, context: Context, learned: Mapping[Node, Learned]) -> bool:
+    def adds_up_low(self, context: Context, learned: Callable[[Node], Learned]) -> bool:
         """Return whether the kernel's backward would add up in low where torch.autocast's adds up in FP32.
 
         A lookup's weight is a table, whatever made it. Where the level has activations low it may stay low, and so may
@@ -117,7 +116,7 @@ class Site:
         free = self.rule in (Rule.FOLLOW, Rule.PROMOTE) and context.device in self.facts.adds_up
         if not free or (self.facts.pads and not _repeats(self.node)):
             return False
-        base = learned.get(self.base, Learned.NOTHING)
+        base = learned(self.base)
         activations = not (context.policy.lowers_sources or self.facts.pads)
         return self.facts.lookup or base is Learned.TABLE or (activations and base is Learned.WIDENED)
 
