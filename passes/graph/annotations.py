@@ -11,6 +11,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from itertools import chain
 from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
@@ -236,17 +237,22 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
+#: What holds arguments of a call.
+_CONTAINERS: Final = (tuple, list, dict, slice)
+_CONTAINERS_AND_RANGE: Final = (*_CONTAINERS, range)
+
+
 def leaves(argument: Any) -> Iterator[Any]:
     """Yield the leaves of nested arguments."""
+    if not isinstance(argument, _CONTAINERS_AND_RANGE):
+        yield argument
+        return
     if isinstance(argument, slice):
         argument = (argument.start, argument.stop, argument.step)
     elif isinstance(argument, dict):
         argument = argument.values()
     elif isinstance(argument, range):
         argument = tuple(argument[:1])  # a thousand integers are no more than one of them
-    elif not isinstance(argument, tuple | list):
-        yield argument
-        return
     for element in argument:
         yield from leaves(element)
 
@@ -258,10 +264,10 @@ def nested(value: Any, of_leaf: Callable[[Any], Any]) -> Any:
 
 def arg_nodes(node: Node) -> Iterator[tuple[int | str, Node]]:
     """(port, node) for every node among the arguments, nested ones under the port of their container."""
-    for port, argument in (*enumerate(node.args), *node.kwargs.items()):
+    for port, argument in chain(enumerate(node.args), node.kwargs.items()):
         if isinstance(argument, Node):
             yield port, argument
-        elif isinstance(argument, tuple | list | dict | slice):
+        elif isinstance(argument, _CONTAINERS):
             yield from ((port, leaf) for leaf in leaves(argument) if isinstance(leaf, Node))
 
 

@@ -45,7 +45,7 @@ from fxprec.passes.placement.sites import (
 from fxprec.passes.placement.solver import solve
 from fxprec.passes.placement.variables import FP32, LOW, Variables
 from fxprec.passes.placement.walk import GraphWalk
-from fxprec.passes.torch_internals import HigherOrderOperator
+from fxprec.passes.torch_internals import is_higher_order
 
 _LOW_DTYPES: Final = (torch.float16, torch.bfloat16)
 
@@ -154,7 +154,7 @@ class CutWalk(GraphWalk):
     def compute(self, site: Site, floats: bool) -> None:
         if self.classes.get(site.node, site.node) is not site.node and self.has(site.base):
             self.view_of_written(site, floats)
-        elif not set(site.data).isdisjoint(written_by(site.node)):
+        elif self.classes and not set(site.data).isdisjoint(written_by(site.node)):
             self.keep(site, floats)
         else:
             site = spared(site, self.near_poles)
@@ -354,7 +354,7 @@ class CutWalk(GraphWalk):
 
     def reads_low(self, user: Node, low: set[Node]) -> bool:
         decided = self.decided.get(user)
-        if decided is None or user.op == "output" or isinstance(user.target, HigherOrderOperator):
+        if decided is None or user.op == "output" or is_higher_order(user.target):
             return False
         cast = decided.out == LOW and notes(user).op.name == "to"
         return user in low or decided.read == LOW or cast or notes(user).dtype is NON_TENSOR

@@ -29,7 +29,7 @@ from fxprec.passes.graph.annotations import (
 )
 from fxprec.passes.ops.names import cast_target, dtype_argument
 from fxprec.passes.ops.table import OpRule, facts_at, facts_of, rule_of
-from fxprec.passes.torch_internals import HigherOrderOperator
+from fxprec.passes.torch_internals import is_higher_order
 
 
 class Learned(IntEnum):
@@ -62,7 +62,7 @@ def learned_values(graph: Graph, operands: Mapping[Node, Node], known: dict[Node
             found = Learned.WIDENED  # as earlier layers may have made it
         elif node in operands:
             found = known.get(operands[node], Learned.NOTHING)
-        elif low or isinstance(node.target, HigherOrderOperator):
+        elif low or is_higher_order(node.target):
             found = Learned.LOWERED
         elif wide:
             found = min(found, Learned.WIDENED)
@@ -216,8 +216,9 @@ def dtype_reference(node: Node) -> Node | None:
     for source in node.all_input_nodes:
         if notes(source).op.name == "getattr" and source.args[1] == "dtype" and isinstance(source.args[0], Node):
             return source.args[0]
-    others = (source for port, source in arg_nodes(node) if port != 0 and carries_float(notes(source).dtype))
-    return next(others, None) if notes(node).op.name == "to" else None
+    if notes(node).op.name != "to":
+        return None
+    return next((each for port, each in arg_nodes(node) if port != 0 and carries_float(notes(each).dtype)), None)
 
 
 def names_dtype(node: Node) -> bool:

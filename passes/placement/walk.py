@@ -36,7 +36,7 @@ from fxprec.passes.placement.sites import (
     learned_values,
     site_of,
 )
-from fxprec.passes.torch_internals import HigherOrderOperator
+from fxprec.passes.torch_internals import is_higher_order
 
 #: Higher-order ops that run their body once, there and then: its nodes are decided as part of the caller's graph.
 _TRANSPARENT: Final = frozenset(
@@ -122,8 +122,9 @@ class GraphWalk:
 
     def source(self, node: Node, why: str) -> None:
         """A value that comes from outside, or from where we don't look."""
-        if carries_float(notes(node).dtype):
-            self.assign_dtype(node, assumed_original(notes(node).dtype), source=not notes(node).handed_over)
+        annotations = notes(node)
+        if carries_float(annotations.dtype):
+            self.assign_dtype(node, assumed_original(annotations.dtype), source=not annotations.handed_over)
         self.decide(node, Rule.KEEP, why)
 
     def output(self, node: Node, returns: Rule) -> None:
@@ -250,7 +251,7 @@ class GraphWalk:
 
 def _bodies(node: Node) -> list[GraphModule]:
     """The graphs that a higher-order op calls."""
-    if not isinstance(node.target, HigherOrderOperator):
+    if not is_higher_order(node.target):
         return []
     return [body for source in node.all_input_nodes if (body := body_of(source)) is not None]
 
