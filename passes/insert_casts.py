@@ -243,7 +243,7 @@ class _Epochs:
         info = notes(source).dtype
         same = actual_dtype(source) == wanted
         unknown = info is UNKNOWN or (isinstance(info, tuple) and UNKNOWN in info) or (same and source in self.guessed)
-        if original_dtype(info) is None or (same and not unknown):
+        if same and not unknown:
             return source
         function = cast_each if isinstance(info, tuple) else cast_if_float if unknown else cast
         if port in facts_at(reader).masks and wanted is not torch.float32:

@@ -147,7 +147,7 @@ class _Walk:
         kind: str | tuple[str, ...] = row.result
         if (overload := _overload(node.target)) is not None:
             kind = _overload_kind(overload, kind)
-        operands = operands._replace(equal=row.rule is Rule.LOW)
+        operands = Operands(operands.tensors, operands.numbers, row.rule is Rule.LOW)
         if isinstance(kind, tuple):
             if wide := frozenset(port for port, each in enumerate(kind) if each in _WIDE):
                 notes(node).wide = wide

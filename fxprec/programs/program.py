@@ -79,13 +79,13 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
     slots |= {("plain", weight_path(node)): node for node in read}
     placeholders: dict[tuple[str, str], Node] = {}
     taken: set[str] = set()
+    shadow = Precision.arriving(None, low, Rule.KEEP, "the shadow of a parameter")
     for (kind, path), node in slots.items():
         name = _argument(f"{kind}_{path}", taken)
         placeholders[kind, path] = graph.create_node("placeholder", name, (), {}, name)
         placeholders[kind, path].meta.update(node.meta)
         if kind == "low":
-            why = "the shadow of a parameter"
-            notes(placeholders[kind, path]).precision = Precision.arriving(None, low, Rule.KEEP, why)
+            notes(placeholders[kind, path]).precision = shadow
     values: dict[Node, Node] = {}
     for node in gm.graph.nodes:
         if node in shadows:
