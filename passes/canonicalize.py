@@ -45,7 +45,7 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
         op = canonical_op(node)
         if op is None:
             continue
-        notes(node).op = op = op._replace(in_place=is_in_place(node, op))
+        notes(node).op = op = Op(op.name, is_in_place(node, op))
         if notes(node).as_written:
             continue
         changed |= _first_by_position(node, op)

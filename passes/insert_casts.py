@@ -70,7 +70,7 @@ from fxprec.passes.graph.annotations import (
 )
 from fxprec.passes.graph.casts import cast, cast_each, cast_if_float, cast_saturating
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
-from fxprec.passes.graph.new_node import new_node
+from fxprec.passes.graph.new_node import new_node, set_arguments
 from fxprec.passes.graph.wide_state import WITH_WIDE_STATE
 from fxprec.passes.ops.aliases import written_by, written_memory
 from fxprec.passes.ops.names import cast_target, dtype_argument
@@ -79,6 +79,7 @@ from fxprec.passes.placement.sites import dtype_reference
 
 SHORT_NAMES: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _TENSORS: Final[dict[object, str]] = {torch.float16: "torch.HalfTensor", torch.bfloat16: "torch.BFloat16Tensor"}
+_CAST: Final = Op("to")
 #: Of a node's meta, what its casts take over.
 HANDED_ON: Final = ("nn_module_stack", "stack_trace", "numel", "val")
 
@@ -92,6 +93,8 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
     epochs = _Epochs(gm, context)
     for node in list(gm.graph.nodes):
         epochs.transformed(node)
+        if node.op in ("placeholder", "get_attr"):  # reads nothing
+            continue
         changed |= epochs.keep_digits(node)
         changed |= epochs.cast_arguments(node) or epochs.keep_users_cast(node)
         annotations = notes(node)
@@ -103,7 +106,7 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
         epochs.written(node)
         dtype = annotations.root_dtype
         if dtype is not None:
-            del annotations.root_dtype
+            annotations.discard("root_dtype")
             changed |= epochs.recast_root(node, dtype)
     return PassResult(gm, changed)
 
@@ -231,8 +234,8 @@ class _Epochs:
                 return argument
             return map_arg(argument, lambda source: images.get((port, source), source))
 
-        node.args = tuple(convert(i, a) for i, a in enumerate(node.args))
-        node.kwargs = {k: convert(k, a) for k, a in node.kwargs.items()}
+        args = tuple([convert(i, a) for i, a in enumerate(node.args)])
+        set_arguments(node, args, {k: convert(k, a) for k, a in node.kwargs.items()})
         return True
 
     def cast(self, source: Node, wanted: torch.dtype, reader: Node, port: int | str) -> Node:
@@ -240,7 +243,7 @@ class _Epochs:
         info = notes(source).dtype
         same = actual_dtype(source) == wanted
         unknown = info is UNKNOWN or (isinstance(info, tuple) and UNKNOWN in info) or (same and source in self.guessed)
-        if original_dtype(info) is None or (same and not unknown):
+        if same and not unknown:
             return source
         function = cast_each if isinstance(info, tuple) else cast_if_float if unknown else cast
         if port in facts_at(reader).masks and wanted is not torch.float32:
@@ -254,7 +257,7 @@ class _Epochs:
                 new = new_node(self.graph, "call_function", function, (source, wanted), {}, name)
             new.meta.update(
                 {each: source.meta[each] for each in HANDED_ON if each in source.meta},
-                op=Op("to"),
+                op=_CAST,
                 dtype=info if function is cast_each or info is UNKNOWN else wanted,
                 precision=Precision.arriving(wanted, wanted, Rule.KEEP, "cast inserted for " + reader.name),
                 inserted=True,
@@ -267,7 +270,8 @@ class _Epochs:
         """Return whether a kernel is to widen low values to FP32, and each FP32 operand may be 0-dim: it would not."""
         reads, op = notes(node).precision.reads, notes(node).op
         if reads is Arrival.AS_IT_ARRIVES:  # a part of such a value, or in its dtype
-            return not (self.guessed.isdisjoint(node.all_input_nodes) or op.in_place or cast_target(node))
+            guessed = self.guessed and not self.guessed.isdisjoint(node.all_input_nodes)
+            return bool(guessed) and not op.in_place and cast_target(node) is None
         if reads is not torch.float32 or op.in_place or not facts_of(op.name).native_promotion:
             return False
         wide: list[Node] = []
@@ -279,7 +283,7 @@ class _Epochs:
         return not all(map(is_zero_dim, low)) and not any(notes(source).dimensioned for source in wide)
 
     def written(self, node: Node) -> None:
-        for target in written_by(node):
+        for target in written_by(node) if self.written_roots else ():
             self.made.pop(self.roots[target], None)
 
     def keep_digits(self, node: Node) -> bool:
@@ -359,7 +363,7 @@ class _Epochs:
         self.roots[new], self.recorded[new] = self.roots[node], self.recorded[node]
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         new.meta = node.meta | {
-            "op": Op("to"),
+            "op": _CAST,
             "precision": Precision.arriving(dtype, dtype, Rule.KEEP, "cast inserted behind " + node.name),
             "inserted": True,
         }

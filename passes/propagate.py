@@ -26,6 +26,7 @@ A list whose length nobody knows (``x.unbind()`` without shapes) has a tuple of 
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -51,7 +52,7 @@ from fxprec.passes.graph.annotations import (
 )
 from fxprec.passes.graph.subgraphs import attributes_in, body_of
 from fxprec.passes.ops.table import OVERLOAD_RESULTS, facts_at, facts_of, rule_of
-from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, schema_of
+from fxprec.passes.torch_internals import OpOverload, OpOverloadPacket, is_higher_order, schema_of
 
 #: Kinds of float results that stay as wide whatever arrives.
 _WIDE: Final = frozenset({"wide", "float32"})
@@ -121,7 +122,7 @@ class _Walk:
         return value.dtype
 
     def _call(self, node: Node) -> DTypeInfo:
-        if isinstance(node.target, HigherOrderOperator):
+        if is_higher_order(node.target):
             return self._higher_order(node, node.target.name())
         op = notes(node).op
         operands = self._operands(node)
@@ -146,7 +147,7 @@ class _Walk:
         kind: str | tuple[str, ...] = row.result
         if (overload := _overload(node.target)) is not None:
             kind = _overload_kind(overload, kind)
-        operands = operands._replace(equal=row.rule is Rule.LOW)
+        operands = Operands(operands.tensors, operands.numbers, row.rule is Rule.LOW)
         if isinstance(kind, tuple):
             if wide := frozenset(port for port, each in enumerate(kind) if each in _WIDE):
                 notes(node).wide = wide
@@ -160,7 +161,7 @@ class _Walk:
     def _operands(self, node: Node) -> Operands:
         tensors: list[tuple[DTypeInfo, Node]] = []
         rank = -1
-        for leaf in leaves((node.args, node.kwargs)):
+        for leaf in chain.from_iterable(map(leaves, (*node.args, *node.kwargs.values()))):
             if isinstance(leaf, Node):
                 info = notes(leaf).dtype
                 if info is NON_TENSOR:

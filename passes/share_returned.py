@@ -24,8 +24,6 @@ value that is not returned itself stay two tensors.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch.fx import GraphModule, Node
 
@@ -90,8 +88,7 @@ def _view_of(base: Node, views: list[Node], wide: Node) -> Node:
         with graph.inserting_before(wide):
             new = now[view] = graph.node_copy(view, now.__getitem__)
         annotations = notes(new)
-        annotations.precision = replace(
-            notes(view).precision,
+        annotations.precision = notes(view).precision._replace(
             reads=Arrival.AS_IT_ARRIVES,
             compute=torch.float32,
             output=torch.float32,

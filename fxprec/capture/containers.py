@@ -17,7 +17,6 @@ class Contents:
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Any, Any, _Label]] = {}
-        self._empty: list[tuple[Any, _Label]] = []
 
     def add(self, container: Any, label: _Label = "") -> None:
         """Note what a list, dict, set or deque holds now, or a class; ``label`` names it, or what became of it."""
@@ -30,9 +29,6 @@ class Contents:
 
     def add_nested(self, container: Any, label: _Label) -> None:
         """``add``, with every container in it."""
-        if not container:  # most are hooks of modules, a dozen a module: nothing to copy, no need to tell them apart
-            self._empty.append((container, label))
-            return
         if id(container) in self._kept:
             return
         self.add(container, label)
@@ -49,11 +45,6 @@ class Contents:
             if not unchanged(now, saved):
                 written = written or (label if isinstance(label, str) else label(now, saved))
                 (_refill_class if of_class else refill)(container, saved)
-        for container, label in self._empty:
-            if container:
-                nothing = type(container)()
-                written = written or (label if isinstance(label, str) else label(container, nothing))
-                container.clear()
         return written
 
 

@@ -28,18 +28,35 @@ class ModelState(Contents):
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__()
-        named = [*root.named_modules()]
-        for path, module in named:
+        self._named = [*root.named_modules()]
+        #: Most are for hooks, a dozen a module: nothing to copy, and nothing to say before somebody writes to one.
+        self._empty: list[Any] = []
+        for path, module in self._named:
             self.add(module.__dict__, partial(_different, path))
-        for path, module in named:
+        for path, module in self._named:
             for name, value in module.__dict__.items():
-                if is_container(value) and not (value and is_plain(value)):
-                    of_parts = name in PARTS
-                    self.add_nested(value, partial(_different, path) if of_parts else partial(_contents_of, path, name))
+                if is_container(value):
+                    if not value:
+                        self._empty.append(value)
+                    elif not is_plain(value):
+                        self.add_nested(value, partial(_contents_of, path, name))
+
+    def restore(self) -> str | None:
+        written = super().restore()
+        for container in filter(None, self._empty):
+            where = (
+                (path, name)
+                for path, module in self._named
+                for name, value in module.__dict__.items()
+                if value is container
+            )
+            written = written or _contents_of(*next(where), container, {})
+            container.clear()
+        return written
 
 
-def _contents_of(path: str, name: str, _now: Any, _saved: Any) -> str:
-    return f"the contents of {_joined(path, name)}"
+def _contents_of(path: str, name: str, now: Any, saved: Any) -> str:
+    return _different(path, now, saved) if name in PARTS else f"the contents of {_joined(path, name)}"
 
 
 def _different(path: str, now: dict[str, Any], saved: dict[str, Any]) -> str:

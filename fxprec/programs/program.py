@@ -33,7 +33,7 @@ from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.ops.aliases import alias_roots, written_by
 from fxprec.passes.ops.names import is_idle_dropout
 from fxprec.passes.ops.table import facts_of
-from fxprec.passes.torch_internals import HigherOrderOperator
+from fxprec.passes.torch_internals import is_higher_order
 from fxprec.torch_internals import checkpoint_context, tag_activation_checkpoint
 
 Executor = Literal["eager", "inductor"]
@@ -73,19 +73,19 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
     """Make the program of a rewritten, self-contained graph. Constants and subgraphs stay attributes."""
     shadows = {node: node.args[0] for node in gm.graph.nodes if is_weight_cast(node, low)}
     weights = [node for node in gm.graph.find_nodes(op="get_attr") if notes(node).kind in ("parameter", "buffer")]
-    read = {node: None for node in weights if any(user not in shadows for user in node.users)}
+    read = {node: None for node in weights if not node.users.keys() <= shadows.keys()}
     graph = Graph()
     slots = {("low", weight_path(node)): node for node in shadows.values()}
     slots |= {("plain", weight_path(node)): node for node in read}
     placeholders: dict[tuple[str, str], Node] = {}
     taken: set[str] = set()
+    shadow = Precision.arriving(None, low, Rule.KEEP, "the shadow of a parameter")
     for (kind, path), node in slots.items():
         name = _argument(f"{kind}_{path}", taken)
         placeholders[kind, path] = graph.create_node("placeholder", name, (), {}, name)
         placeholders[kind, path].meta.update(node.meta)
         if kind == "low":
-            why = "the shadow of a parameter"
-            notes(placeholders[kind, path]).precision = Precision.arriving(None, low, Rule.KEEP, why)
+            notes(placeholders[kind, path]).precision = shadow
     values: dict[Node, Node] = {}
     for node in gm.graph.nodes:
         if node in shadows:
@@ -127,7 +127,7 @@ def _written_or_copied(graph: Graph) -> set[Node]:
     for node in graph.nodes:
         op = notes(node).op
         casts = op.name == "to"
-        if casts or node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
+        if casts or node.op == "call_module" or is_higher_order(node.target):
             found.update(roots[source] for source in node.all_input_nodes)
     return {node for node in roots if notes(node).written or roots[node] in found}
 

@@ -23,7 +23,9 @@ _LOW: Final = (torch.float16, torch.bfloat16)
 
 def numel_of(value: Any) -> Any:
     """Elements of a tensor, a tuple of them for several; None where nobody knows. Symbolic sizes give their hint."""
-    return nested(value, lambda leaf: hint(leaf.numel()) if isinstance(leaf, torch.Tensor) else None)
+    if isinstance(value, tuple | list):
+        return tuple(map(numel_of, value))
+    return hint(value.numel()) if isinstance(value, torch.Tensor) else None
 
 
 def hint(size: Any) -> int | None:

@@ -24,7 +24,7 @@ from fxprec.passes.graph.annotations import CASTABLE, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast
 from fxprec.passes.graph.subgraphs import attribute_of
 from fxprec.passes.ops.table import rule_of
-from fxprec.passes.torch_internals import FakeTensorMode, HigherOrderOperator, tree_leaves, tree_map
+from fxprec.passes.torch_internals import FakeTensorMode, is_higher_order, tree_leaves, tree_map
 
 #: Casts that look at run time what arrives.
 _LOOK: Final = CASTS - {cast}
@@ -161,7 +161,7 @@ def _key(node: Node, values: dict[Node, _Value]) -> object:
 
 def _runs(node: Node, values: dict[Node, _Value]) -> bool:
     """Return whether this is a call of torch's whose tensors are all at hand as plain fake ones."""
-    if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
+    if node.op not in ("call_function", "call_method") or is_higher_order(node.target):
         return False
     row = rule_of(notes(node).op.name)
     if row is None or row.result == "none":
@@ -197,7 +197,7 @@ def _autocast_of(node: Node) -> contextlib.AbstractContextManager[Any]:
 
 def _stated(node: Node, mode: FakeTensorMode) -> _Value:
     """The captured fake value in the dtypes that the annotation says."""
-    if node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
+    if node.op == "call_module" or is_higher_order(node.target):
         return _Value(None, (None,))  # it may have several results, each of a dtype of its own
     value = node.meta.get("val")
     if value is None and node.op == "get_attr":

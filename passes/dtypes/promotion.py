@@ -136,7 +136,7 @@ def _default(operands: Operands) -> DTypeInfo:
 
 
 def _tensors(operands: Operands) -> DTypeInfo:
-    return promote(operands._replace(numbers=None))
+    return promote(Operands(operands.tensors, None, operands.equal))
 
 
 def first(operands: Operands) -> DTypeInfo:

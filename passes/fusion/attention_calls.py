@@ -17,7 +17,6 @@ device's costs cross; a forward alone under a mask is torch's, where ours would 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -117,7 +116,7 @@ def call_attention(gm: GraphModule, context: Context) -> PassResult:
         node.target = cpu_attention
         node.kwargs = {**node.kwargs, "way": way, "from_flop": limits}
         why = f"{_WAYS[way]} from {_flop(limits[1])} on, without a backward from {_flop(limits[0])}"
-        notes(node).precision = replace(decided, why=f"{decided.why}; {why}")
+        notes(node).precision = decided._replace(why=f"{decided.why}; {why}")
         notes(node).fused = f"attention by {_WAYS[way]}"
         changed = True
     return PassResult(gm, changed)

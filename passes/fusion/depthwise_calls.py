@@ -14,7 +14,6 @@ filters larger than 3 x 3 or with steps, of an image that is not tiny, where a b
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -59,7 +58,7 @@ def call_depthwise(gm: GraphModule, context: Context) -> PassResult:
         if not all(map(_are_numbers, numbers)) or numbers[-1] == 1 or not _may_gain(node, *numbers[:3]):
             continue
         node.target = depthwise_conv2d
-        notes(node).precision = replace(decided, why=f"{decided.why}; {_WHY}")
+        notes(node).precision = decided._replace(why=f"{decided.why}; {_WHY}")
         changed = True
     return PassResult(gm, changed)
 

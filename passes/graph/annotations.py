@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
@@ -69,8 +69,7 @@ class Arrival(StrEnum):
     ORIGINAL = "its original dtype"
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
+class Precision(NamedTuple):
     """Decision of ``decide`` for one node.
 
     Attributes:
@@ -99,19 +98,12 @@ class Precision:
 UNDECIDED: Final = Precision.arriving(None, None, Rule.KEEP, "")
 
 
-_new: Final = object.__new__
-
-
 class Annotations:
     """The annotations of one node: a typed view of ``node.meta``, which torch.fx copies with the node.
 
     Its attributes *are* the entries of that dict. Each field names the pass that writes it (of ``fused`` one of many),
     and what it is where nobody did.
     """
-
-    def __delattr__(self, field: str) -> None:
-        """Take back what somebody wrote, if anybody did."""
-        self.__dict__.pop(field, None)
 
     #: "parameter", "buffer" or "constant": what a get_attr node reads, or a weight that became an input.
     kind: Annotated[str, "capture"] = ""
@@ -181,13 +173,20 @@ class Annotations:
         """Return whether somebody wrote that field."""
         return field in self.__dict__
 
+    def discard(self, field: str) -> None:
+        """Take back what somebody wrote to that field, if anybody did.
+
+        A ``__delattr__`` would do, and make each assignment, and with it each view, half as fast.
+        """
+        self.__dict__.pop(field, None)
+
 
 def notes(node: Node) -> Annotations:
     """Return the annotations of a node; assigning to a field writes it.
 
     It is asked a hundred times a node, so the view is made in the shortest way: without a call of ``__init__``.
     """
-    view = _new(Annotations)
+    view = Annotations()
     view.__dict__ = node.meta
     return view
 
@@ -223,7 +222,7 @@ class GraphAnnotations:
 
 def graph_notes(gm: GraphModule) -> GraphAnnotations:
     """Return what the passes wrote of a graph as a whole; assigning to a field writes it."""
-    view = _new(GraphAnnotations)
+    view = GraphAnnotations()
     view.__dict__ = gm.meta
     return view
 
@@ -238,17 +237,22 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
+#: What holds arguments of a call.
+_CONTAINERS: Final = (tuple, list, dict, slice)
+_CONTAINERS_AND_RANGE: Final = (*_CONTAINERS, range)
+
+
 def leaves(argument: Any) -> Iterator[Any]:
     """Yield the leaves of nested arguments."""
+    if not isinstance(argument, _CONTAINERS_AND_RANGE):
+        yield argument
+        return
     if isinstance(argument, slice):
         argument = (argument.start, argument.stop, argument.step)
     elif isinstance(argument, dict):
         argument = argument.values()
     elif isinstance(argument, range):
         argument = tuple(argument[:1])  # a thousand integers are no more than one of them
-    elif not isinstance(argument, tuple | list):
-        yield argument
-        return
     for element in argument:
         yield from leaves(element)
 
@@ -260,10 +264,10 @@ def nested(value: Any, of_leaf: Callable[[Any], Any]) -> Any:
 
 def arg_nodes(node: Node) -> Iterator[tuple[int | str, Node]]:
     """(port, node) for every node among the arguments, nested ones under the port of their container."""
-    for port, argument in (*enumerate(node.args), *node.kwargs.items()):
+    for port, argument in chain(enumerate(node.args), node.kwargs.items()):
         if isinstance(argument, Node):
             yield port, argument
-        elif isinstance(argument, tuple | list | dict | slice):
+        elif isinstance(argument, _CONTAINERS):
             yield from ((port, leaf) for leaf in leaves(argument) if isinstance(leaf, Node))
 
 

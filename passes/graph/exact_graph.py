@@ -38,6 +38,7 @@ from fxprec.passes.torch_internals import (
     OpOverload,
     OpOverloadPacket,
     codegen_of,
+    is_higher_order,
 )
 
 
@@ -141,7 +142,7 @@ class _TorchOp:
 
     @classmethod
     def of(cls, op: Any) -> _TorchOp:
-        higher = isinstance(op, HigherOrderOperator)
+        higher = is_higher_order(op)
         named = cls(f"higher_order.{op.name()}", type(op).__module__) if higher else cls(str(op))
         if named.op() is not op:
             raise pickle.PicklingError(f"the graph calls {op}, which is not what torch.ops.{named.path} is")

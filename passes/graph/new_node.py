@@ -1,4 +1,4 @@
-"""Make a node without the search of its arguments that ``Graph.create_node`` makes since torch 2.13."""
+"""Make a node, and give it arguments, without what torch.fx does besides."""
 
 from __future__ import annotations
 
@@ -18,12 +18,20 @@ def new_node(
 ) -> Node:
     """``graph.create_node``; the arguments are assigned afterwards.
 
-    torch 2.13 walks through those that it is given, to warn of SymInts: a third of the time. They are assigned past
-    ``Node.__setattr__``, which takes the node out of the tables by op and target and puts it back: neither changes.
+    torch 2.13 walks through those that it is given, to warn of SymInts: a third of the time.
     """
     node = graph.create_node(op, target, (), {}, name, type_expr)
+    set_arguments(node, args, kwargs)
+    return node
+
+
+def set_arguments(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Assign a node's arguments; where there are none of a kind, it had none.
+
+    Past ``Node.__setattr__``, which takes the node out of the tables by op and target and puts it back, though neither
+    changes.
+    """
     if args:
         object.__setattr__(node, "args", args)
     if kwargs:
         object.__setattr__(node, "kwargs", kwargs)
-    return node

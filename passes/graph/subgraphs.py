@@ -7,7 +7,6 @@ Below a graph are these bodies, and the graphs of its fused regions.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import reduce
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -25,12 +24,16 @@ def attribute_of(node: Node) -> Any:
 
 def attributes_in(gm: GraphModule) -> Iterator[tuple[Node, Any]]:
     """Yield every get_attr node with what it fetches, as ``attribute_of`` says: weights of one module by one look."""
-    owners: dict[str, Any] = {"": gm}
+    found: dict[str, Any] = {"": gm}
+
+    def fetch(path: str) -> Any:
+        if path not in found:
+            owner, _, name = path.rpartition(".")
+            found[path] = getattr(fetch(owner), name, None)
+        return found[path]
+
     for node in gm.graph.find_nodes(op="get_attr"):
-        path, _, name = str(node.target).rpartition(".")
-        if path not in owners:
-            owners[path] = reduce(lambda owner, part: getattr(owner, part, None), path.split("."), gm)
-        yield node, getattr(owners[path], name, None)
+        yield node, fetch(str(node.target))
 
 
 def bodies_in(gm: GraphModule) -> dict[Node, GraphModule]:

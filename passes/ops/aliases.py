@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxprec.passes.graph.annotations import Rule, arg_nodes, argument, notes
 from fxprec.passes.graph.subgraphs import body_of
 from fxprec.passes.ops.table import facts_of
-from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, numpy_call, schema_of
+from fxprec.passes.torch_internals import OpOverload, OpOverloadPacket, is_higher_order, numpy_call, schema_of
 
 #: NumPy's calls that write nothing where no third array is given, and give an array of their own.
 _NUMPY_NEW: Final = frozenset(
@@ -71,7 +71,7 @@ def shared_sources(node: Node) -> Iterator[Node]:
     if not node.args:
         return
     op = notes(node).op
-    if isinstance(node.target, HigherOrderOperator):
+    if is_higher_order(node.target):
         yield from (operand for operand, _, given_back in _operands(node) if given_back)
         return
     if (name := numpy_call(node.target)) is not None:
@@ -93,8 +93,8 @@ def written_by(node: Node) -> Iterator[Node]:
     if not node.op.startswith("call"):
         return
     op = notes(node).op
-    by_name = isinstance(node.target, str | BuiltinFunctionType)  # as most are: it has no body, and no schema
-    if not by_name and isinstance(node.target, HigherOrderOperator):
+    by_name = isinstance(node.target, (str, BuiltinFunctionType))  # as most are: it has no body, and no schema
+    if not by_name and is_higher_order(node.target):
         yield from (operand for operand, written, _ in _operands(node) if written)
     elif not by_name and (name := numpy_call(node.target)) is not None:
         if name not in _NUMPY_NEW | _NUMPY_VIEWS or _takes_out(node):

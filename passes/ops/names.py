@@ -26,12 +26,12 @@ from fxprec.passes.graph.wide_state import WITH_WIDE_STATE
 from fxprec.passes.ops.equations import Form, equation_of
 from fxprec.passes.ops.spellings import ALIASES, FIXED_CASTS
 from fxprec.passes.torch_internals import (
-    HigherOrderOperator,
     OpOverload,
     OpOverloadPacket,
     builtin_nn,
     builtins_of_torch,
     data_of,
+    is_higher_order,
 )
 
 #: Functions that several names reach with different meanings, or whose own name says nothing.
@@ -74,7 +74,7 @@ def canonical_name(target: Any, node_op: str = "call_function") -> Op | None:
         return None
     if isinstance(target, OpOverload | OpOverloadPacket):
         return _library_op(target)
-    if isinstance(target, HigherOrderOperator):
+    if is_higher_order(target):
         return Op(f"higher_order::{target.name()}")
     try:
         return _functions().get(target) or _dtensor_op(target)
@@ -113,7 +113,10 @@ def dtype_argument(node: Node) -> torch.dtype | None:
 
 def dtype_among(arguments: Iterable[object]) -> torch.dtype | None:
     """The first dtype among arguments, however it is written; None where there is none."""
-    return next((dtype for dtype in map(_as_dtype, arguments) if dtype is not None), None)
+    for each in arguments:
+        if not isinstance(each, Node) and (dtype := _as_dtype(each)) is not None:
+            return dtype
+    return None
 
 
 def canonical_op(node: Node) -> Op | None:

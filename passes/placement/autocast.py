@@ -76,7 +76,7 @@ class _Promotion(GraphWalk):
 
     def decide(self, node: Node, rule: Rule, why: str, reads: torch.dtype | None = None) -> None:
         notes(node).precision = precision_of(node, rule, why, reads, self.dtypes.get(node))
-        del notes(node).root_dtype
+        notes(node).discard("root_dtype")
 
     def compute(self, site: Site, floats: bool) -> None:
         site = spared(site, self.near_poles)

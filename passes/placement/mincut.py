@@ -12,7 +12,6 @@ operand is 0-dim, which does not promote in torch either.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Final, NamedTuple
 
 import torch
@@ -47,7 +46,7 @@ from fxprec.passes.placement.sites import (
 from fxprec.passes.placement.solver import solve
 from fxprec.passes.placement.variables import FP32, LOW, Variables
 from fxprec.passes.placement.walk import GraphWalk
-from fxprec.passes.torch_internals import HigherOrderOperator
+from fxprec.passes.torch_internals import is_higher_order
 
 _LOW_DTYPES: Final = (torch.float16, torch.bfloat16)
 
@@ -156,19 +155,19 @@ class CutWalk(GraphWalk):
     def compute(self, site: Site, floats: bool) -> None:
         if self.classes.get(site.node, site.node) is not site.node and self.has(site.base):
             self.view_of_written(site, floats)
-        elif not set(site.data).isdisjoint(written_by(site.node)):
+        elif self.classes and not set(site.data).isdisjoint(written_by(site.node)):
             self.keep(site, floats)
         else:
             site = spared(site, self.near_poles)
             square = overflowing_square(site, self.context)
             if square is not None:
                 self.squares.add(site.node)
-                site = replace(site, rule=Rule.FULL, why=square)
+                site = site._replace(rule=Rule.FULL, why=square)
             elif site.rule is Rule.LOW and site.is_as_in_table:
                 if self.origins.counts(site.node) and notes(site.node).dtype not in _LOW_DTYPES:
-                    site = replace(site, rule=Rule.FULL, why=COUNTS)
+                    site = site._replace(rule=Rule.FULL, why=COUNTS)
                 elif is_elementwise(site.node):
-                    site = replace(site, rule=Rule.PROMOTE, why=ELEMENTWISE)
+                    site = site._replace(rule=Rule.PROMOTE, why=ELEMENTWISE)
             {Rule.KEEP: self.keep, Rule.LOW: self.low, Rule.FULL: self.full}.get(site.rule, self.follow)(site, floats)
 
     def write(self, site: Site, floats: bool) -> None:
@@ -241,9 +240,9 @@ class CutWalk(GraphWalk):
     def low(self, site: Site, floats: bool) -> None:
         node, variables = site.node, self.variables
         if node in self.verdict.stays:
-            return self.full(replace(site, why=self.verdict.stays[node]), floats)
+            return self.full(site._replace(why=self.verdict.stays[node]), floats)
         if node in self.verdict.unpriced:
-            site = replace(site, why=f"{site.why}; pays: {self.verdict.unpriced[node]}")
+            site = site._replace(why=f"{site.why}; pays: {self.verdict.unpriced[node]}")
         read = variables.pin(site.dtype or self.context.low)
         variables.read_data(site, read)
         if floats and (names_dtype(node) or site.facts.wide):
@@ -358,7 +357,7 @@ class CutWalk(GraphWalk):
 
     def reads_low(self, user: Node, low: set[Node]) -> bool:
         decided = self.decided.get(user)
-        if decided is None or user.op == "output" or isinstance(user.target, HigherOrderOperator):
+        if decided is None or user.op == "output" or is_higher_order(user.target):
             return False
         cast = decided.out == LOW and notes(user).op.name == "to"
         return user in low or decided.read == LOW or cast or notes(user).dtype is NON_TENSOR
@@ -371,7 +370,8 @@ def _annotate(walk: CutWalk, dtype: Callable[[int | None], torch.dtype | None]) 
         if site is not None and read is not None and not walk.variables.is_pinned(read):
             why = f"{why}; {_reason(walk, site, reads, dtype)}"
         annotations.precision = precision_of(node, rule, why, reads, dtype(out))
-        del annotations.root_dtype, annotations.names_fp32
+        annotations.discard("root_dtype")
+        annotations.discard("names_fp32")
     for node in walk.digits:
         notes(node).names_fp32 = True
     for node in walk.roots:

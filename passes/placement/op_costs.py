@@ -69,9 +69,9 @@ class ByteCosts:
 def elements(node: Node) -> int | None:
     """Elements of a node's value, of all its parts where it is a tuple; None where nobody knows."""
     count = notes(node).numel
-    if isinstance(count, tuple):
-        return sum(each for each in count if isinstance(each, int))
-    return count if isinstance(count, int) else None
+    if count is None or isinstance(count, int):
+        return count
+    return sum(each for each in count if isinstance(each, int)) if isinstance(count, tuple) else None
 
 
 #: Input channels a group from which on a convolution is a matrix product, and not a sum over a few.

@@ -37,7 +37,7 @@ from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, Rule, arg_nodes
 from fxprec.passes.graph.subgraphs import attribute_of
 from fxprec.passes.ops.rule import OpRule
 from fxprec.passes.ops.table import facts_at, rule_of
-from fxprec.passes.torch_internals import HigherOrderOperator
+from fxprec.passes.torch_internals import is_higher_order
 
 #: Why a value that counts is FP32.
 COUNTS: Final = "counts in integers beyond those of low precision: FP32 until a weight or a periodic function takes it"
@@ -109,7 +109,7 @@ class Origins:
         if node.op in ("placeholder", "get_attr"):
             return self._from_outside(node)
         row = rule_of(annotations.op.name)
-        if row is None or row.random or isinstance(node.target, HigherOrderOperator):
+        if row is None or row.random or is_higher_order(node.target):
             return Origin.OTHER
         sources = [self._known.get(source, Origin.OTHER) for source in _values(node, row)]
         origin = max(sources, default=Origin.CONSTANT)
@@ -155,7 +155,7 @@ class Origins:
             return user in self._exact if moves else True
         if of is Origin.CONSTANT:
             return user in self._exact
-        if user.op == "output" or isinstance(user.target, HigherOrderOperator):
+        if user.op == "output" or is_higher_order(user.target):
             return True
         wants = row.periodic or row.rule in (Rule.FULL, Rule.KEEP) or user in self._exact
         return notes(user).dtype is not NON_TENSOR and wants

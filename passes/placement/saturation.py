@@ -19,7 +19,6 @@ original program (``%p.to(%h.dtype)``) hands on, and so is written as FP32.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Final
 
 import torch
@@ -31,7 +30,7 @@ from fxprec.passes.ops.table import facts_at
 from fxprec.passes.placement.pins import rounded_to_integer
 from fxprec.passes.placement.sites import Site, base_of, carries_float
 from fxprec.passes.policy.policy import LOWERED
-from fxprec.passes.torch_internals import HigherOrderOperator
+from fxprec.passes.torch_internals import is_higher_order
 
 #: Why a value that is handed to others is FP32. What saturates before a pole has a reason of its own.
 _HANDED_OUT: Final = "saturates in low precision, and who gets it may take its logarithm"
@@ -85,7 +84,7 @@ def spared(site: Site, near_poles: set[Node]) -> Site:
     lowered = site.rule is Rule.LOW and site.dtype is None and site.why.startswith(LOWERED)
     if not lowered or near_poles.isdisjoint(site.data):
         return site
-    return replace(site, rule=Rule.PROMOTE, why="reads what saturates in low precision: as wide as that arrives")
+    return site._replace(rule=Rule.PROMOTE, why="reads what saturates in low precision: as wide as that arrives")
 
 
 def _saturates(node: Node, low: torch.dtype) -> bool:
@@ -135,7 +134,7 @@ def _reason(
     if node in constants:  # zeros and ones are the same in any dtype
         return reasons.get(user) if facts_at(node).numbers is not None else None
     written = notes(user).op.in_place and user.args[0] is not node and row.rule is not Rule.KEEP
-    if (user.op == "output" and returns) or written or isinstance(user.target, HigherOrderOperator):
+    if (user.op == "output" and returns) or written or is_higher_order(user.target):
         return _HANDED_OUT
     if any(source is node and port in row.poles for port, source in arg_nodes(user)) and _is_pole(user):
         return f"saturates in low precision before the pole of %{user.name}"

@@ -7,9 +7,9 @@ A *site* is one call as the policy sees it. ``data`` are the float arguments on 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -29,7 +29,7 @@ from fxprec.passes.graph.annotations import (
 )
 from fxprec.passes.ops.names import cast_target, dtype_argument
 from fxprec.passes.ops.table import OpRule, facts_at, facts_of, rule_of
-from fxprec.passes.torch_internals import HigherOrderOperator
+from fxprec.passes.torch_internals import is_higher_order
 
 
 class Learned(IntEnum):
@@ -62,15 +62,14 @@ def learned_values(graph: Graph, operands: Mapping[Node, Node], known: dict[Node
             found = Learned.WIDENED  # as earlier layers may have made it
         elif node in operands:
             found = known.get(operands[node], Learned.NOTHING)
-        elif low or isinstance(node.target, HigherOrderOperator):
+        elif low or is_higher_order(node.target):
             found = Learned.LOWERED
         elif wide:
             found = min(found, Learned.WIDENED)
         known[node] = found
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(NamedTuple):
     """Call as the policy sees it.
 
     Attributes:
@@ -108,7 +107,7 @@ class Site:
         """Return whether an eager kernel reads and writes low, and computes in FP32 inside."""
         return self.dtype is None and context.native_mixed and context.device in self.facts.mixed
 
-    def adds_up_low(self, context: Context, learned: Mapping[Node, Learned]) -> bool:
+    def adds_up_low(self, context: Context, learned: Callable[[Node], Learned]) -> bool:
         """Return whether the kernel's backward would add up in low where torch.autocast's adds up in FP32.
 
         A lookup's weight is a table, whatever made it. Where the level has activations low it may stay low, and so may
@@ -117,7 +116,7 @@ class Site:
         free = self.rule in (Rule.FOLLOW, Rule.PROMOTE) and context.device in self.facts.adds_up
         if not free or (self.facts.pads and not _repeats(self.node)):
             return False
-        base = learned.get(self.base, Learned.NOTHING)
+        base = learned(self.base)
         activations = not (context.policy.lowers_sources or self.facts.pads)
         return self.facts.lookup or base is Learned.TABLE or (activations and base is Learned.WIDENED)
 
@@ -217,8 +216,9 @@ def dtype_reference(node: Node) -> Node | None:
     for source in node.all_input_nodes:
         if notes(source).op.name == "getattr" and source.args[1] == "dtype" and isinstance(source.args[0], Node):
             return source.args[0]
-    others = (source for port, source in arg_nodes(node) if port != 0 and carries_float(notes(source).dtype))
-    return next(others, None) if notes(node).op.name == "to" else None
+    if notes(node).op.name != "to":
+        return None
+    return next((each for port, each in arg_nodes(node) if port != 0 and carries_float(notes(each).dtype)), None)
 
 
 def names_dtype(node: Node) -> bool:

@@ -28,14 +28,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Final
+from typing import Final, NamedTuple
 
 _S: Final = -1
 _T: Final = -2
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(NamedTuple):
     """Value of the cut problem: the variable that makes it, those that read it, what a cast of it costs.
 
     ``promoters`` are the users whose kernel promotes mixed inputs itself: in FP32 they read a low value for nothing.

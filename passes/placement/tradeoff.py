@@ -117,7 +117,7 @@ class TradeOff:
         for problem, factor in ((self._time, 1.0), (self._error, weight)):
             for variable, cost in problem.unary.items():
                 unary[variable] += round(cost * factor * _UNITS)
-            tensors += [replace(tensor, cost=round(tensor.cost * factor * _UNITS)) for tensor in problem.tensors]
+            tensors += [tensor._replace(cost=round(tensor.cost * factor * _UNITS)) for tensor in problem.tensors]
         return self.outcome(solve(replace(self._time, tensors=tuple(tensors), unary=unary)))
 
     def outcome(self, full: Sequence[bool]) -> Outcome:

@@ -170,7 +170,7 @@ class Variables:
                 self.value[node],
                 tuple(users),
                 self._cast(costs, node),
-                frozenset(user for user, free in users.items() if free),
+                frozenset([user for user, free in users.items() if free]),
             )
             for node, users in self._users.items()
         ]

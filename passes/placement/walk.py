@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Final
 
 import torch
@@ -37,7 +36,7 @@ from fxprec.passes.placement.sites import (
     learned_values,
     site_of,
 )
-from fxprec.passes.torch_internals import HigherOrderOperator
+from fxprec.passes.torch_internals import is_higher_order
 
 #: Higher-order ops that run their body once, there and then: its nodes are decided as part of the caller's graph.
 _TRANSPARENT: Final = frozenset(
@@ -60,11 +59,18 @@ class GraphWalk:
         self._calls: Counter[int] = Counter()
         self._visited: set[int] = set()
         self.operands: dict[Node, Node] = {}  # placeholder of a called body -> what it is given
-        self.learned: dict[Node, Learned] = {}
+        self._learned: dict[Node, Learned] = {}
+        self._unlearned: list[Graph] = []  # of what was entered; most programs have no op that asks
         self._results: dict[Node, tuple[object, ...]] = {}  # call of a body -> what the body returns
 
     def run(self, gm: GraphModule) -> None:
         self._graph(gm, None, Rule.KEEP if self.context.keep_output_dtype else Rule.FOLLOW)
+
+    def learned(self, node: Node) -> Learned:
+        """Return what autocast would have made of a value of a graph that was entered."""
+        while self._unlearned:
+            learned_values(self._unlearned.pop(0), self.operands, self._learned)
+        return self._learned.get(node, Learned.NOTHING)
 
     def enter(self, graph: Graph, returns: bool) -> None:
         """Look at a graph before its nodes. ``returns``: its outputs are FP32 in the end, or read by another graph."""
@@ -116,8 +122,9 @@ class GraphWalk:
 
     def source(self, node: Node, why: str) -> None:
         """A value that comes from outside, or from where we don't look."""
-        if carries_float(notes(node).dtype):
-            self.assign_dtype(node, assumed_original(notes(node).dtype), source=not notes(node).handed_over)
+        annotations = notes(node)
+        if carries_float(annotations.dtype):
+            self.assign_dtype(node, assumed_original(annotations.dtype), source=not annotations.handed_over)
         self.decide(node, Rule.KEEP, why)
 
     def output(self, node: Node, returns: Rule) -> None:
@@ -139,7 +146,7 @@ class GraphWalk:
     def _graph(self, gm: GraphModule, bound: Mapping[Node, Node] | None, returns: Rule) -> None:
         """``bound``: in a called body, placeholder -> the caller's operand, where that is ours to decide."""
         self.operands |= bound or {}
-        learned_values(gm.graph, self.operands, self.learned)
+        self._unlearned.append(gm.graph)
         self.enter(gm.graph, returns is Rule.KEEP or bound is not None)
         self._calls += _body_calls(gm)
         for node in gm.graph.nodes:
@@ -166,7 +173,7 @@ class GraphWalk:
         floats = carries_float(notes(site.node).dtype)
         free = site.name == "getitem" and floats and self.has(site.base) and not self.is_wide(site.base)
         if free and picks_by_tensor(site.node.args[1]):
-            lookup = replace(site, facts=facts_of("index"))
+            lookup = site._replace(facts=facts_of("index"))
             if lookup.adds_up_low(self.context, self.learned):
                 return self.compute(lookup, floats)
         if site.name in ("getitem", "getattr"):
@@ -244,7 +251,7 @@ class GraphWalk:
 
 def _bodies(node: Node) -> list[GraphModule]:
     """The graphs that a higher-order op calls."""
-    if not isinstance(node.target, HigherOrderOperator):
+    if not is_higher_order(node.target):
         return []
     return [body for source in node.all_input_nodes if (body := body_of(source)) is not None]
 

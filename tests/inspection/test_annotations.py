@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -70,7 +68,7 @@ def lie(gm, op):
     (node,) = [node for node in gm.graph.nodes if node.meta.get("op", ("",))[0] == op]
     precision = node.meta["precision"]
     other = torch.float32 if precision.output is torch.bfloat16 else torch.bfloat16
-    node.meta["precision"] = dataclasses.replace(precision, output=other)
+    node.meta["precision"] = precision._replace(output=other)
 
 
 @pytest.mark.parametrize("options", [{}, {"level": "O2"}, {"level": "O0"}, {"capture": "dynamo"}, {"fuse": False}])

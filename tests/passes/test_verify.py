@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import pytest
@@ -43,7 +42,7 @@ def forget(name: str, key: str):
 def annotate(name: str, **fields):
     def change(gm):
         meta = node(gm, name).meta
-        meta["precision"] = dataclasses.replace(meta["precision"], **fields)
+        meta["precision"] = meta["precision"]._replace(**fields)
 
     return change
 

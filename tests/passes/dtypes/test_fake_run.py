@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,7 +32,7 @@ def final(tools):
             if node.name in wrong:
                 precision = notes(node).precision
                 other = F32 if precision.output is BF16 else BF16
-                notes(node).precision = dataclasses.replace(precision, output=other)
+                notes(node).precision = precision._replace(output=other)
         return gm
 
     return run
