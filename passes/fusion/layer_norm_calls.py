@@ -14,7 +14,6 @@ where a backward follows that has gradients for the weight or the bias.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -49,6 +48,7 @@ def call_layer_norms(gm: GraphModule, context: Context) -> PassResult:
             continue
         if argument(node, 2, "weight") is not None or argument(node, 3, "bias") is not None:
             node.target = layer_norm
-            notes(node).precision = replace(notes(node).precision, why=f"{notes(node).precision.why}; {_WHY}")
+            decided = notes(node).precision
+            notes(node).precision = decided._replace(why=f"{decided.why}; {_WHY}")
             changed = True
     return PassResult(gm, changed)

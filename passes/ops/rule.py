@@ -78,7 +78,8 @@ class OpRule:
             ports FP32, and writes low (free ports): {"cpu"} for layer_norm.
         dtype_keyword: the op takes ``dtype=`` and accumulates in it while reading low natively (sum, mean).
         adds_up: device types on which its backward adds up gradients of one place in the dtype of its data, so that a
-            weight's stalls: it reads FP32 there, and its result is cast.
+            weight's stalls, or gives them to other places where its data are rounded: it reads FP32 there, and its
+            result is cast.
         stalls: when it adds many values to one place in the dtype of its data, so that in low a sum stays at a few
             hundred: it is FP32 then.
         lookup: its first data are a table, whatever made it.

@@ -38,7 +38,6 @@ class _Promotion(GraphWalk):
         super().__init__(context)
         self.dtypes: dict[Node, torch.dtype] = {}
         self.sources: set[Node] = set()  # they count as low from O2 on
-        self.classes: dict[Node, Node] = {}
         self.near_poles: set[Node] = set()
         self.original: set[Node] = set()  # roots of written memory whose bits are read: it cannot be low
 

@@ -85,7 +85,6 @@ class CutWalk(GraphWalk):
         self.decided: dict[Node, _Decided] = {}
         self.commuting: dict[Node, list[int]] = {}  # ops that commute with rounding -> their inputs
         self.roots: list[Node] = []  # ops behind which a cast may stand
-        self.classes: dict[Node, Node] = {}
         self.chains: set[Node] = set()
         self.squares: set[Node] = set()  # what low memory cannot hold
         self.origins = Origins()

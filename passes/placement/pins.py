@@ -30,7 +30,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.graph.annotations import NO_OP, Rule, argument, notes
+from fxprec.passes.graph.annotations import NO_OP, UNKNOWN, Rule, argument, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.aliases import shared_sources, written_memory
 from fxprec.passes.ops.names import cast_target
@@ -161,10 +161,12 @@ def _shares_memory_of(node: Node) -> Iterator[Node]:
     yield from shared_sources(node)
 
 
-def picks_by_tensor(index: object) -> bool:
-    """Advanced indexing copies: an index that is (or holds) a tensor or a list."""
+def picks_by_tensor(index: object, unknown: bool = False) -> bool:
+    """Return whether indexing copies: by a list or a tensor (``unknown``: or what may be one), or with one."""
     parts = index if isinstance(index, tuple) else (index,)
-    return any(
-        isinstance(part, list) or (isinstance(part, Node) and isinstance(notes(part).dtype, torch.dtype))
-        for part in parts
-    )
+    return any(isinstance(part, list) or (isinstance(part, Node) and _is_tensor(part, unknown)) for part in parts)
+
+
+def _is_tensor(node: Node, unknown: bool) -> bool:
+    dtype = notes(node).dtype
+    return isinstance(dtype, torch.dtype) or (unknown and dtype is UNKNOWN)

@@ -58,6 +58,7 @@ class GraphWalk:
         self.context = context
         self._calls: Counter[int] = Counter()
         self._visited: set[int] = set()
+        self.classes: dict[Node, Node] = {}  # of memory that is written: member -> root
         self.operands: dict[Node, Node] = {}  # placeholder of a called body -> what it is given
         self._learned: dict[Node, Learned] = {}
         self._unlearned: list[Graph] = []  # of what was entered; most programs have no op that asks
@@ -172,7 +173,7 @@ class GraphWalk:
     def _call(self, site: Site) -> None:
         floats = carries_float(notes(site.node).dtype)
         free = site.name == "getitem" and floats and self.has(site.base) and not self.is_wide(site.base)
-        if free and picks_by_tensor(site.node.args[1]):
+        if free and picks_by_tensor(site.node.args[1], unknown=site.node not in self.classes):
             lookup = site._replace(facts=facts_of("index"))
             if lookup.adds_up_low(self.context, self.learned):
                 return self.compute(lookup, floats)

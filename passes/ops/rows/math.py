@@ -154,7 +154,8 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("norm linalg_norm linalg_vector_norm frobenius_norm", guard="(x.square().sum(-1, keepdim=True) + 1e-6).sqrt()"
           "  # an eps inside the root: its slope has no end at 0"),
     facts("max min median nanmedian", special="extreme"),
-    facts("amax amin", exact=True),
+    # of rounded values several are the largest, among which the gradient is shared
+    facts("amax amin", exact=True, adds_up=frozenset({"cpu", "cuda"})),
     facts("nonzero", special="nonzero"),
     facts("argmax argmin", gradient=False),
     facts("norm frobenius_norm nuclear_norm linalg_norm linalg_vector_norm linalg_matrix_norm renorm prod cumprod "

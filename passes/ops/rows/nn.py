@@ -203,7 +203,9 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
           "upsample_nearest_exact2d upsample_nearest_exact3d pixel_shuffle pixel_unshuffle channel_shuffle im2col pad",
           exact=True),
     facts("interpolate_nearest interpolate_area", numbers="aside"),
-    facts("grid_sample pad", adds_up=frozenset({"cpu"})), facts("pad", pads=True),
+    facts("grid_sample pad im2col", adds_up=frozenset({"cpu"})), facts("pad", pads=True),
+    facts("max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d",
+          adds_up=frozenset({"cpu", "cuda"})),  # of rounded values others are the largest, too
     facts("interpolate upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
           "upsample_bilinear2d_aa upsample_bicubic2d_aa", autocast=Rule.FULL),
     facts("interpolate upsample_bilinear2d interpolate_nearest upsample_nearest2d upsample_nearest3d pad",

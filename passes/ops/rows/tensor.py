@@ -39,6 +39,7 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("alias detach contiguous resolve_conj resolve_neg as_subclass", same=True),
     facts("flatten ravel atleast_1d atleast_2d atleast_3d contiguous resolve_conj resolve_neg", itself=True),
     facts("view", bits=True, special="bits"),
+    facts("unfold", adds_up=frozenset({"cpu", "cuda"})),
     facts("broadcast_tensors meshgrid", special="each"),
     facts("contiguous", boolean=True),
     facts("reshape flatten squeeze unsqueeze transpose permute expand narrow select slice chunk split getitem detach "

@@ -167,6 +167,29 @@ STREAMS = {
 }
 
 
+#: How its edges, an argument, become the index.
+EDGES = {
+    "as they come": lambda edges: edges,
+    "in another shape": lambda edges: edges.reshape(2, -1),
+    "one of two rows": lambda edges: edges.view(2, -1).unbind(0)[0],
+    "computed": lambda edges: (edges + 2) % 2,
+    "beside a slice": lambda edges: (edges, slice(None)),
+}
+#: What else gives back the gradients of other places, or sums that stall, where autocast has the value in FP32.
+PICKS = {
+    "unfold": ((1, 600), lambda x: x.unfold(1, 300, 1)),
+    "im2col": ((20, 20), lambda x: F.unfold(x[None, None], 15, padding=7)),
+    "max_pool1d": ((4, 2000), lambda x: F.max_pool1d(x, 25, 1, 12)),
+    "max_pool2d": ((40, 200), lambda x: F.max_pool2d(x[None, None], 13, 1, 6)),
+    "max_pool2d, large steps": ((40, 200), lambda x: F.max_pool2d(x[None, None], 4)),
+    "adaptive_max_pool1d": ((1, 8), lambda x: F.adaptive_max_pool1d(x, 8000)),
+    "adaptive_avg_pool1d": ((1, 8), lambda x: F.adaptive_avg_pool1d(x, 8000)),
+    "avg_pool1d": ((1, 600), lambda x: F.avg_pool1d(x, 301, 1, 150)),
+    "amax": ((1600, 8), lambda x: x.amax(0)),
+    "amin": ((8, 1600), lambda x: x.amin(-1)),
+}
+
+
 class Stream(nn.Module):
     def __init__(self, made):
         super().__init__()
@@ -179,14 +202,78 @@ class Stream(nn.Module):
         return self.last(self.made(self, x)[self.edges])
 
 
-@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
-@pytest.mark.parametrize("spelling", STREAMS)
-def test_gradients_of_what_autocast_has_in_fp32_do_not_stall(spelling, capture):
+class StreamAlongEdges(Stream):
+    def __init__(self, made, index):
+        super().__init__(made)
+        self.index = index
+
+    def forward(self, x, edges):
+        return self.last(self.made(self, x)[self.index(edges)])
+
+
+def check_stream(make, *inputs, **settings):
     torch._dynamo.reset()
     found = []
-    for model in (Stream(STREAMS[spelling]), fxprec.convert(Stream(STREAMS[spelling]), dtype=BF16, capture=capture)[0]):
+    for model in (make(), fxprec.convert(make(), dtype=BF16, **settings)[0]):
         x = torch.rand(2, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
-        model(x).sum().backward()
+        model(x, *inputs).sum().backward()
         found.append([each.grad for each in (*model.parameters(), x) if each.grad is not None])
     for ours, expected in zip(*reversed(found), strict=True):
         assert (ours - expected).norm() <= 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+@pytest.mark.parametrize("spelling", STREAMS)
+def test_gradients_of_what_autocast_has_in_fp32_do_not_stall(spelling, capture):
+    check_stream(lambda: Stream(STREAMS[spelling]), capture=capture)
+
+
+@pytest.mark.parametrize("placement", ["mincut", "autocast"])
+@pytest.mark.parametrize("edges", EDGES)
+def test_nor_do_they_where_nobody_knows_that_the_index_is_a_tensor(edges, placement):
+    made = STREAMS["a sum with the input"]
+    check_stream(
+        lambda: StreamAlongEdges(made, EDGES[edges]), torch.arange(4096) % 2, capture="symbolic", placement=placement
+    )
+
+
+def test_an_unknown_index_into_memory_that_is_written_is_a_part_of_it():
+    class Written(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x, ids):
+            y = F.linear(x, self.weight) + x
+            part = y[ids]
+            part.add_(1)
+            return F.linear(y, self.weight)
+
+    x = torch.randn(4, 8)
+    model = fxprec.convert(Written(), dtype=BF16, capture="symbolic").module
+    for index in (2, torch.tensor([0, 2])):
+        assert (model(x, index) - Written()(x, index)).norm() <= 0.02 * Written()(x, index).norm()
+
+
+class Pick(nn.Module):
+    def __init__(self, pick):
+        super().__init__()
+        torch.manual_seed(0)
+        self.pick, self.last = pick, nn.Conv1d(1, 4, 5, 3)
+        self.last.weight.data.abs_()
+
+    def forward(self, x):
+        return self.last(self.pick(x).flatten()[None])
+
+
+@pytest.mark.parametrize("settings", [{}, {"capture": "dynamo"}, {"placement": "autocast"}], ids=str)
+@pytest.mark.parametrize("name", PICKS)
+def test_what_picks_or_repeats_reads_fp32_where_autocast_has_it(name, settings):
+    torch._dynamo.reset()
+    (shape, pick), found = PICKS[name], []
+    for model in (Pick(pick), fxprec.convert(Pick(pick), dtype=BF16, **settings)[0]):
+        x = torch.rand(shape, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        model(x).sum().backward()
+        found.append(x.grad)
+    assert (found[1] - found[0]).norm() <= 0.01 * found[0].norm()
