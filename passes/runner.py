@@ -40,6 +40,7 @@ from fxprec.passes.graph.annotations import graph_notes
 from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.insert_casts import insert_casts
 from fxprec.passes.keep_returned import keep_returned
+from fxprec.passes.limit_readers import limit_readers
 from fxprec.passes.merge_results import merge_results
 from fxprec.passes.propagate import propagate
 from fxprec.passes.share_returned import share_returned
@@ -63,6 +64,7 @@ PIPELINE: Final[tuple[Pass, ...]] = (
     fold_casts,
     keep_returned,
     share_returned,
+    limit_readers,
     # faster ways of the same
     accumulate_wide,
     lay_out_images,

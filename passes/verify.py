@@ -29,6 +29,7 @@ from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.insert_casts import actual_dtype, original_dtype, wanted_dtypes
+from fxprec.passes.limit_readers import READERS, uses
 from fxprec.passes.ops.aliases import written_by, written_memory
 from fxprec.passes.ops.table import rule_of
 
@@ -144,16 +145,16 @@ def _alike_in_an_epoch(gm: GraphModule, casts: dict[Node, tuple[object, ...]]) -
     """Find casts of one key (what is read, how, in which grad mode) with no write to that memory between them."""
     roots, _ = written_memory(gm.graph)
     epoch: dict[Node, int] = {}
-    seen: set[tuple[object, ...]] = set()
+    seen: dict[tuple[object, ...], Node] = {}
     for node in gm.graph.nodes:
         for target in written_by(node):
             epoch[roots[target]] = epoch.get(roots[target], 0) + 1
         if node in casts:
             source = node.all_input_nodes[0]
             key = (*casts[node], epoch.get(roots[source], 0))
-            if key in seen:
+            if key in seen and sum(uses(reader, seen[key]) for reader in seen[key].users) < READERS:
                 yield Violation(node.name, f"a second cast of {source.name}", "one per dtype and mutation epoch")
-            seen.add(key)
+            seen[key] = node
 
 
 INVARIANTS: Final = (

@@ -53,7 +53,7 @@ def learned_values(graph: Graph, operands: Mapping[Node, Node], known: dict[Node
         found = max(sources, default=Learned.NOTHING)
         if row.rule is Rule.PROMOTE and found is Learned.LOWERED and min(sources) is not Learned.LOWERED:
             found = Learned.WIDENED  # autocast computes in the widest dtype, which is FP32 here
-        cast = cast_target(node) if notes(node).op.name == "to" else None
+        cast = cast_target(node) if notes(node).op.name == "to" and not notes(node).inserted else None
         wide = row.autocast is Rule.FULL or not row.low_kernel or cast is torch.float32
         low = (row.autocast or row.rule) is Rule.LOW or cast in (torch.float16, torch.bfloat16)
         if notes(node).kind == "parameter":

@@ -1,0 +1,162 @@
+"""Let at most four readers share a low copy of what torch.autocast has in FP32, whose gradient it adds up in FP32.
+
+Autograd adds up what the readers of a tensor give back in its dtype. Under autocast each product casts for itself, and
+the sum is FP32; of one low copy with a hundred readers (experts or heads on one norm, blocks on one embedding of time,
+a weight made once for all steps of a loop) it would lose what the later ones add.
+
+Before (each ``linear`` with a weight of its own)::
+
+    %norm_bf16: bfloat16 = cast(%norm, torch.bfloat16)
+    %linear: bfloat16 = linear(%norm_bf16, %w_bf16)
+    ...
+    %linear_4: bfloat16 = linear(%norm_bf16, %w_4_bf16)      # the fifth
+
+After::
+
+    %norm_bf16: bfloat16 = cast(%norm, torch.bfloat16)
+    %linear: bfloat16 = linear(%norm_bf16, %w_bf16)
+    ...
+    %norm_bf16_1: bfloat16 = cast(%norm, torch.bfloat16)
+    %linear_4: bfloat16 = linear(%norm_bf16_1, %w_4_bf16)
+
+What no cast made, but an op that runs low (a silu, a transposed weight), goes to FP32 and back, which loses nothing::
+
+    %silu_f32: float32 = cast(%silu, torch.float32)
+    %silu_f32_bf16: bfloat16 = cast(%silu_f32, torch.bfloat16)
+    %linear_4: bfloat16 = linear(%silu_f32_bf16, %w_4_bf16)
+
+Left alone are values that autocast has low as well, memory that the graph writes to, and readers that look at a part,
+mostly each at another. Of a weight's copy only views count (``w.t()`` at each step of a loop): autocast, too, casts the
+weight itself once for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import Argument, map_arg
+
+from fxprec.passes.context import Context, PassResult, bodies_first
+from fxprec.passes.graph.annotations import UNKNOWN, Op, Precision, Rule, leaves, notes
+from fxprec.passes.graph.casts import cast, cast_if_float
+from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
+from fxprec.passes.graph.new_node import new_node, set_arguments
+from fxprec.passes.insert_casts import HANDED_ON, SHORT_NAMES, actual_dtype
+from fxprec.passes.ops.aliases import written_memory
+from fxprec.passes.ops.table import facts_at
+from fxprec.passes.placement.sites import Learned, carries_float, learned_values
+
+#: Of a low copy: queries, keys and values share one. A sum of so many terms is about as exact as each of them.
+READERS: Final = 4
+_LOW: Final = (torch.float16, torch.bfloat16)
+#: Views of all elements.
+_WHOLE: Final = frozenset(
+    "t T mT H mH adjoint transpose permute movedim view reshape view_as reshape_as flatten unflatten ravel squeeze "
+    "unsqueeze contiguous alias expand expand_as broadcast_to".split()
+)
+
+
+@bodies_first
+def limit_readers(gm: GraphModule, context: Context) -> PassResult:
+    """Give further readers of a low copy further copies, where gradients are recorded."""
+    crowded = [node for node in gm.graph.nodes if context.gradients and _is_crowded(node)]
+    if not crowded:
+        return PassResult(gm, False)
+    recorded = grad_mode_at_nodes(gm.graph, True)
+    roots, written = written_memory(gm.graph)
+    learned: dict[Node, Learned] = {}
+    learned_values(gm.graph, {}, learned)
+    changed = False
+    for node in crowded:
+        if recorded[node] and roots[node] not in written and learned[node] in (Learned.TABLE, Learned.WIDENED):
+            _split(node, _readers(node))
+            changed = True
+    return PassResult(gm, changed)
+
+
+def uses(reader: Node, value: Node) -> int:
+    """Return how often a value is among a reader's arguments, lists included."""
+    return sum(each is value for each in leaves((reader.args, reader.kwargs)))
+
+
+def _is_crowded(node: Node) -> bool:
+    """Return whether a value that ran low for us has more readers than may share it."""
+    if len(node.users) <= READERS and not any(map(_takes_many, node.users)):
+        return False
+    if actual_dtype(node) not in _LOW or _original(node) in _LOW:
+        return False
+    return sum(uses(user, node) for user in _readers(node)) > READERS
+
+
+def _takes_many(reader: Node) -> bool:
+    """Return whether a reader takes a list that is long enough to have a value more often than that."""
+    first = reader.args[0] if reader.args else None
+    return isinstance(first, tuple | list) and len(first) > READERS
+
+
+def _original(node: Node) -> object:
+    """Return the dtype that a value had in the original program."""
+    return notes(node.args[0] if _is_inserted_cast(node) else node).dtype  # type: ignore[arg-type]
+
+
+def _is_inserted_cast(node: Node) -> bool:
+    return node.target in (cast, cast_if_float) and notes(node).inserted
+
+
+def _is_copy_of_weight(node: Node) -> bool:
+    return _is_inserted_cast(node) and notes(node.args[0]).kind == "parameter"  # type: ignore[arg-type]
+
+
+def _readers(node: Node) -> list[Node]:
+    """Return those that give back a gradient of all the value, under autocast to a copy of their own."""
+    found = [user for user in node.users if carries_float(notes(user).dtype)]
+    if _is_copy_of_weight(node):
+        return [user for user in found if notes(user).op.name in _WHOLE]
+    return [user for user in found if not facts_at(user).view or notes(user).op.name in _WHOLE]
+
+
+def _split(node: Node, readers: list[Node]) -> None:
+    """Let the first readers keep the value, and each four further ones have a copy of their own."""
+    function: object = cast_if_float if notes(node).dtype is UNKNOWN else cast
+    source: Node | None = None  # in FP32
+    if _is_inserted_cast(node) and not _is_copy_of_weight(node):
+        source, function = node.args[0], node.target  # type: ignore[assignment]
+    left, copy = READERS, node
+    for reader in readers:
+        copies: list[Node] = []
+        for _ in range(uses(reader, node)):
+            if not left:
+                source = source or _cast(node, torch.float32, function, node.next)
+                copy, left = _cast(source, actual_dtype(node), function, reader), READERS
+            copies.append(copy)
+            left -= 1
+        _read(reader, node, iter(copies))
+
+
+def _cast(source: Node, dtype: torch.dtype | None, function: object, before: Node) -> Node:
+    graph = source.graph
+    with graph.inserting_before(before):
+        name = f"{source.name}_{SHORT_NAMES[dtype]}"  # type: ignore[index]
+        new = new_node(graph, "call_function", function, (source, dtype), {}, name)
+    new.meta.update({each: source.meta[each] for each in HANDED_ON if each in source.meta})
+    info = notes(source).dtype
+    new.meta.update(
+        op=Op("to"),
+        dtype=info if info is UNKNOWN else dtype,
+        precision=Precision.arriving(dtype, dtype, Rule.KEEP, f"at most {READERS} readers share a low copy"),
+        inserted=True,
+    )
+    return new
+
+
+def _read(reader: Node, value: Node, copies: Iterator[Node]) -> None:
+    """Let a reader take the copies, in order, wherever it takes the value."""
+
+    def other(each: Node) -> Argument:
+        return next(copies) if each is value else each
+
+    args, kwargs = map_arg((reader.args, reader.kwargs), other)  # type: ignore[misc]
+    set_arguments(reader, args, kwargs)

@@ -1,0 +1,146 @@
+"""limit_readers: a low copy with many readers becomes several, where autocast would add up their gradients in FP32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxprec
+from fxprec.passes.graph.text import format_graph
+from fxprec.passes.limit_readers import READERS, limit_readers
+from fxprec.passes.runner import run_passes
+from fxprec.passes.verify import verify
+
+BF16, FP32 = torch.bfloat16, torch.float32
+X, W, V = torch.randn(4, 4), torch.randn(4, 4), torch.randn(12, 4, 4)
+
+
+@pytest.fixture
+def limited(tools):
+    """Return the text of a traced function's graph behind the pass, "" where nothing changed; run the pass twice."""
+
+    def limit(function, *inputs, **settings):
+        inputs = inputs or (X, W, V)
+        ctx = tools.context(**settings)
+        before, gm = (tools.rewritten(tools.traced(function, *inputs), ctx, until="share_returned") for _ in range(2))
+        changed = limit_readers(gm, ctx).changed
+        assert changed is (format_graph(gm) != format_graph(before))
+        assert not limit_readers(gm, ctx).changed
+        run_passes(gm, ctx, [verify])
+        assert torch.equal(gm(*inputs), before(*inputs))
+        return format_graph(gm) if changed else ""
+
+    return limit
+
+
+def products(h, w, count):
+    return torch.stack([F.linear(h, w[n]) for n in range(count)])
+
+
+def test_the_graph_after(limited):
+    lines = limited(lambda x, w, v: products(x.softmax(-1), v, READERS + 2)).splitlines()
+    softmax = [line for line in lines if "softmax" in line]
+    assert softmax == [
+        "%softmax: float32 = softmax(%x, -1)",
+        "%softmax_bf16: bfloat16 = to(%softmax, torch.bfloat16)",
+        *(f"%linear{n}: bfloat16 = linear(%softmax_bf16, %getitem{n}_bf16)" for n in ("", "_1", "_2", "_3")),
+        "%softmax_bf16_1: bfloat16 = to(%softmax, torch.bfloat16)",
+        *(f"%linear{n}: bfloat16 = linear(%softmax_bf16_1, %getitem{n}_bf16)" for n in ("_4", "_5")),
+    ]
+    assert READERS == 4
+
+
+def test_as_many_as_may_share(limited):
+    assert not limited(lambda x, w, v: products(x.softmax(-1), v, READERS))
+
+
+def test_what_no_cast_made_goes_to_fp32_and_back(limited):
+    text = limited(lambda x, w, v: products(F.relu(F.layer_norm(F.linear(x, w), (4,))), v, 2 * READERS + 1))
+    assert text.count("= linear(%relu, ") == READERS
+    assert "%relu_f32: float32 = to(%relu, torch.float32)" in text
+    assert text.count("bfloat16 = to(%relu_f32, torch.bfloat16)") == 2
+
+
+#: Many readers that share a copy under autocast too, or look at parts, or whose gradient nobody wants.
+ALIKE = {
+    "a product": lambda x, w, v: products(F.relu(F.linear(x, w)), v, 9),
+    "parts": lambda x, w, v: (h := x.softmax(-1), torch.stack([F.linear(h[n % 4], v[n]) for n in range(9)]))[1],
+    "the user's own low": lambda x, w, v: products(x.bfloat16(), v.bfloat16(), 9),
+    "sizes": lambda x, w, v: F.linear(y := x.softmax(-1), w) * sum(y.shape[n % 2] for n in range(9)),
+}
+
+
+@pytest.mark.parametrize("name", ["a product", "parts", "the user's own low", "sizes"])
+def test_what_stays(limited, name):
+    assert not limited(ALIKE[name])
+
+
+def test_without_gradients_all_share(limited):
+    assert not limited(lambda x, w, v: products(x.softmax(-1), v, 9), gradients=False)
+
+
+def test_written_memory_is_left_alone(limited):
+    def f(x, w, v):
+        y = F.layer_norm(F.linear(x, w), (4,))
+        y.relu_()
+        return products(y, v, 9)
+
+    assert not limited(f)
+
+
+def test_a_list_that_has_it_often(limited):
+    text = limited(lambda x, w, v: F.linear(torch.cat([x.softmax(-1)] * 9), w))
+    cat = next(line for line in text.splitlines() if "= cat(" in line)
+    assert cat.count("%softmax_bf16,") == cat.count("%softmax_bf16_1,") == READERS
+
+
+def test_a_second_cast_without_need_is_an_error(tools):
+    ctx = tools.context()
+    gm = tools.rewritten(tools.traced(lambda x, w: products(x.softmax(-1), w, 5), X, V), ctx, until="limit_readers")
+    last = next(node for node in gm.graph.nodes if node.name == "linear_3")
+    last.replace_input_with(last.args[0], next(node for node in gm.graph.nodes if node.name == "softmax_bf16_1"))
+    with pytest.raises(fxprec.InvariantError, match="a second cast of softmax"):
+        run_passes(gm, ctx, [verify])
+
+
+class Many(nn.Module):
+    """What one value gives to many products: experts and heads, blocks on one embedding, a recurrent weight."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.count = kind, 60
+        self.first, self.norm, self.weight = nn.Linear(8, 8), nn.LayerNorm(8), nn.Parameter(torch.eye(8) * 0.5)
+        self.heads = nn.ModuleList(nn.Linear(8, 8) for _ in range(self.count))
+        self.factor = nn.Parameter(torch.rand(8, 8))
+
+    def forward(self, x):
+        h = self.norm(x + self.first(x))
+        if self.kind == "heads":
+            return sum(head(h) for head in self.heads)
+        if self.kind == "blocks":
+            return sum(head(F.silu(h)) for head in self.heads)
+        w = self.weight + self.factor @ self.factor.t() * 0.01 if self.kind == "made once" else self.weight
+        for _ in range(self.count):
+            h = torch.tanh(h @ (w if self.kind == "made once" else w.t()) + x)
+        return h
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+@pytest.mark.parametrize("kind", ["heads", "blocks", "made once", "transposed"])
+def test_gradients_as_under_autocast(kind, capture):
+    torch._dynamo.reset()
+    x = torch.rand(32, 8, generator=torch.Generator().manual_seed(1))
+    exact, eager = Many(kind).double(), Many(kind)
+    ours = fxprec.convert(Many(kind), dtype=BF16, capture=capture).module
+    (exact(x.double()) ** 2).sum().backward()
+    with torch.autocast("cpu", BF16):
+        y = eager(x)
+    (y.float() ** 2).sum().backward()
+    (ours(x) ** 2).sum().backward()
+    for (name, own), other, right in zip(ours.named_parameters(), eager.parameters(), exact.parameters(), strict=True):
+        if right.grad is not None and right.grad.norm() > 0:
+            errors = [float((each.grad - right.grad).norm() / right.grad.norm()) for each in (own, other)]
+            assert errors[0] <= 2.5 * errors[1] + 2.0**-8, (name, errors)
