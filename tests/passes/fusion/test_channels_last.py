@@ -139,6 +139,7 @@ def test_dropout_draws_as_before(laid_out: Any, tools: Any) -> None:
         (lambda x, w: F.conv2d(x, w), (X[..., :3, :3], W), "weights are larger"),
         (lambda x, w: F.conv2d(x, w), (), "not known without sizes"),
         (lambda x, w: F.conv2d(x, w), (X[0], W), None),
+        (lambda x, w: F.conv2d(x, w, None, 1, 2, 2, 3), (X, torch.randn(3, 1, 3, 3)), "grouped, dilated filters"),
         (lambda x, w: F.linear(x, w), (torch.randn(2, 3), torch.randn(4, 3)), None),
         (lambda x, w: (lambda y: (y.view(2, -1).mul_(2), y))(F.conv2d(x, w)), (X, W), "writes to what would be a copy"),
     ],
