@@ -102,7 +102,7 @@ def _is_convolution(node: Node, low: torch.dtype) -> bool:
 
 
 def _has_wrong_gradient(node: Node) -> bool:
-    """Return whether it has groups and a dilation: of bfloat16 filters torch 2.10 to 2.14 return memory as they find it."""
+    """Return whether it has groups and a dilation: for bfloat16 filters torch 2.10 to 2.14 give memory as it was."""
     dilation, groups = argument(node, 5, "dilation", 1), argument(node, 6, "groups", 1)
     return groups != 1 and dilation not in (1, (1, 1), [1, 1])
 
