@@ -32,7 +32,7 @@ autocast, too, casts a leaf itself once for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import torch
@@ -52,11 +52,6 @@ from fxprec.passes.placement.sites import Learned, carries_float, learned_values
 #: Of a low copy: queries, keys and values share one. A sum of so many terms is about as exact as each of them.
 READERS: Final = 4
 _LOW: Final = (torch.float16, torch.bfloat16)
-#: Views of all elements.
-_WHOLE: Final = frozenset(
-    "t T mT H mH adjoint transpose permute movedim view reshape view_as reshape_as flatten unflatten ravel squeeze "
-    "unsqueeze contiguous alias expand expand_as broadcast_to".split()
-)
 
 
 @bodies_first
@@ -71,8 +66,9 @@ def limit_readers(gm: GraphModule, context: Context) -> PassResult:
     learned_values(gm.graph, {}, learned)
     changed = False
     for node in crowded:
-        if recorded[node] and roots[node] not in written and learned[node] in (Learned.TABLE, Learned.WIDENED):
-            _split(node, _readers(node))
+        memory = {roots[node], roots[node.args[0]] if _is_inserted_cast(node) else roots[node]}  # type: ignore[index]
+        if recorded[node] and memory.isdisjoint(written) and learned[node] in (Learned.TABLE, Learned.WIDENED):
+            _split(node, sorted(_readers(node)), recorded)
             changed = True
     return PassResult(gm, changed)
 
@@ -115,11 +111,11 @@ def _readers(node: Node) -> list[Node]:
     """Return those that give back a gradient of all the value, under autocast to a copy of their own."""
     found = [user for user in node.users if carries_float(notes(user).dtype)]
     if _is_copy_of_leaf(node):
-        return [user for user in found if notes(user).op.name in _WHOLE]
-    return [user for user in found if not facts_at(user).view or notes(user).op.name in _WHOLE]
+        return [user for user in found if facts_at(user).whole]
+    return [user for user in found if facts_at(user).whole or not facts_at(user).view]
 
 
-def _split(node: Node, readers: list[Node]) -> None:
+def _split(node: Node, readers: list[Node], recorded: Mapping[Node, bool]) -> None:
     """Let the first readers keep the value, and each four further ones have a copy of their own."""
     function: object = cast_if_float if notes(node).dtype is UNKNOWN else cast
     source: Node | None = None  # in FP32
@@ -130,11 +126,20 @@ def _split(node: Node, readers: list[Node]) -> None:
         copies: list[Node] = []
         for _ in range(uses(reader, node)):
             if not left:
-                source = source or _cast(node, torch.float32, function, node.next)
+                source = source or _widened(node, function, recorded)
                 copy, left = _cast(source, actual_dtype(node), function, reader), READERS
             copies.append(copy)
             left -= 1
         _read(reader, node, iter(copies))
+
+
+def _widened(node: Node, function: object, recorded: Mapping[Node, bool]) -> Node:
+    """Return a cast of the value to FP32, right behind it: the one that there is, or a new one."""
+    for user in node.users:
+        if user.target is function and user.args == (node, torch.float32) and recorded.get(user):
+            node.append(user)
+            return user
+    return _cast(node, torch.float32, function, node.next)
 
 
 def _cast(source: Node, dtype: torch.dtype | None, function: object, before: Node) -> Node:

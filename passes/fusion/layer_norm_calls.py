@@ -8,8 +8,8 @@ After::
 
     %layer_norm: bfloat16 = layer_norm(%linear, (64,), %w, %b, 1e-05)      # that of this file
 
-The forward is torch's, to the bit. A call decides at run time (``fxprec.kernels.cpu.layer_norm.serves``): ours runs
-where a backward follows that has gradients for the weight or the bias.
+The forward is torch's, to the bit. A call decides at run time: ours runs where a backward may follow that has gradients
+for the weight or the bias.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.fx import GraphModule, Proxy
 
 from fxprec.passes.context import Context, PassResult, bodies_first
@@ -27,16 +28,24 @@ from fxprec.passes.graph.retrace import leaf
 _WHY: Final = "its backward adds up the gradients of weight and bias in FP32"
 
 
-def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+def layer_norm(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
     """``F.layer_norm``, with gradients of weight and bias that are added up in FP32."""
+    if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+        return _layer_norm(input, normalized_shape, weight, bias, eps)
+    return F.layer_norm(input, normalized_shape, weight, bias, eps)
+
+
+def _layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
     if isinstance(input, Proxy):
         return leaf(layer_norm, input, normalized_shape, weight, bias, eps)
-    if input.dtype is torch.bfloat16 and input.device.type == "cpu":
-        from fxprec.kernels.cpu import layer_norm as kernel  # whose ops are registered when it is imported
+    if input.dtype is not torch.bfloat16 or input.device.type != "cpu":
+        return F.layer_norm(input, normalized_shape, weight, bias, eps)
+    from fxprec.kernels.cpu import layer_norm as kernel  # whose ops are registered when it is imported
 
-        if kernel.serves(input, weight, bias):
-            return kernel.layer_norm(input, normalized_shape, weight, bias, eps)
-    return F.layer_norm(input, normalized_shape, weight, bias, eps)
+    return kernel.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
 @bodies_first

@@ -121,6 +121,7 @@ class OpRule:
         wide_state: a wide op that carries a state: its products read low, its state stays FP32 where the kernel allows
             (``graph.wide_state`` has its call).
         view: the result may alias the first argument.
+        whole: a view of all elements.
         bits: given a dtype in the place of a shape, it reads the bits of its first argument as numbers of that dtype:
             the argument has its original dtype then, whatever else it is.
         same: the result holds the first argument's values, each in its place: a copy, a cast, a detached one.
@@ -192,6 +193,7 @@ class OpRule:
     lookup: bool = False
     pads: bool = False
     view: bool = False
+    whole: bool = False
     low_kernel: bool = True
     autocast: Rule | None = None
     form_of: str | None = None

@@ -63,6 +63,15 @@ def test_what_no_cast_made_goes_to_fp32_and_back(limited):
     assert text.count("bfloat16 = to(%relu_f32, torch.bfloat16)") == 2
 
 
+def test_a_cast_to_fp32_that_is_there_serves(limited):
+    def f(x, w, v):
+        h = F.relu(F.layer_norm(F.linear(x, w), (4,)))
+        return torch.cat((products(h, v, READERS + 1).flatten(), h.exp().flatten()))
+
+    text = limited(f)
+    assert text.count("= to(%relu, torch.float32)") == text.count("= to(%relu_f32, torch.bfloat16)") == 1
+
+
 #: Many readers that share a copy under autocast too, or look at parts, or whose gradient nobody wants.
 ALIKE = {
     "a product": lambda x, w, v: products(F.relu(F.linear(x, w)), v, 9),

@@ -38,6 +38,8 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.PROMOTE, "its kernel wants one dtype: the widest wins", "meshgrid", result="first*", view=True),
     facts("alias detach contiguous resolve_conj resolve_neg as_subclass", same=True),
     facts("flatten ravel atleast_1d atleast_2d atleast_3d contiguous resolve_conj resolve_neg", itself=True),
+    facts("t T mT H mH adjoint transpose permute movedim view reshape view_as reshape_as flatten unflatten ravel "
+          "squeeze unsqueeze contiguous alias expand expand_as broadcast_to", whole=True),
     facts("view", bits=True, special="bits"),
     facts("unfold", adds_up=frozenset({"cpu", "cuda"})),
     facts("broadcast_tensors meshgrid", special="each"),
