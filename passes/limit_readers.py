@@ -14,9 +14,9 @@ Before (each ``linear`` with a weight of its own)::
 After::
 
     %norm_bf16: bfloat16 = cast(%norm, torch.bfloat16)
+    %norm_bf16_1: bfloat16 = cast(%norm, torch.bfloat16)
     %linear: bfloat16 = linear(%norm_bf16, %w_bf16)
     ...
-    %norm_bf16_1: bfloat16 = cast(%norm, torch.bfloat16)
     %linear_4: bfloat16 = linear(%norm_bf16_1, %w_4_bf16)
 
 What no cast made, but an op that runs low (a silu, a transposed weight), goes to FP32 and back, which loses nothing::
@@ -121,13 +121,16 @@ def _split(node: Node, readers: list[Node], recorded: Mapping[Node, bool]) -> No
     source: Node | None = None  # in FP32
     if _is_inserted_cast(node) and not _is_copy_of_leaf(node):
         source, function = node.args[0], node.target  # type: ignore[assignment]
-    left, copy = READERS, node
+    left, copy, last = READERS, node, node
     for reader in readers:
         copies: list[Node] = []
         for _ in range(uses(reader, node)):
             if not left:
-                source = source or _widened(node, function, recorded)
-                copy, left = _cast(source, actual_dtype(node), function, reader), READERS
+                if source is None:
+                    source = last = _widened(node, function, recorded)
+                # Right behind the value, in its grad mode: a reader may stand under no_grad.
+                copy = last = _cast(source, actual_dtype(node), function, last)
+                left = READERS
             copies.append(copy)
             left -= 1
         _read(reader, node, iter(copies))
@@ -139,12 +142,12 @@ def _widened(node: Node, function: object, recorded: Mapping[Node, bool]) -> Nod
         if user.target is function and user.args == (node, torch.float32) and recorded.get(user):
             node.append(user)
             return user
-    return _cast(node, torch.float32, function, node.next)
+    return _cast(node, torch.float32, function, node)
 
 
-def _cast(source: Node, dtype: torch.dtype | None, function: object, before: Node) -> Node:
+def _cast(source: Node, dtype: torch.dtype | None, function: object, after: Node) -> Node:
     graph = source.graph
-    with graph.inserting_before(before):
+    with graph.inserting_after(after):
         name = f"{source.name}_{SHORT_NAMES[dtype]}"  # type: ignore[index]
         new = new_node(graph, "call_function", function, (source, dtype), {}, name)
     new.meta.update({each: source.meta[each] for each in HANDED_ON if each in source.meta})

@@ -45,8 +45,8 @@ def test_the_graph_after(limited):
     assert softmax == [
         "%softmax: float32 = softmax(%x, -1)",
         "%softmax_bf16: bfloat16 = to(%softmax, torch.bfloat16)",
-        *(f"%linear{n}: bfloat16 = linear(%softmax_bf16, %getitem{n}_bf16)" for n in ("", "_1", "_2", "_3")),
         "%softmax_bf16_1: bfloat16 = to(%softmax, torch.bfloat16)",
+        *(f"%linear{n}: bfloat16 = linear(%softmax_bf16, %getitem{n}_bf16)" for n in ("", "_1", "_2", "_3")),
         *(f"%linear{n}: bfloat16 = linear(%softmax_bf16_1, %getitem{n}_bf16)" for n in ("_4", "_5")),
     ]
     assert READERS == 4
@@ -89,6 +89,35 @@ def test_what_stays(limited, name):
 
 def test_without_gradients_all_share(limited):
     assert not limited(lambda x, w, v: products(x.softmax(-1), v, 9), gradients=False)
+
+
+class ReadWithoutGradients(nn.Module):
+    """The fifth reader of a value, and of a weight's transpose, stands under ``no_grad``."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.heads = nn.LayerNorm(8), nn.ModuleList(nn.Linear(8, 8) for _ in range(9))
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        h, w = self.norm(x), self.weight.t()
+        out = sum(head(h) + (x + n) @ w for n, head in enumerate(self.heads[:4]))
+        with torch.no_grad():
+            out = out + self.heads[4](h) + x @ w
+        return out + sum(head(h) + (x - n) @ w for n, head in enumerate(self.heads[5:]))
+
+
+@pytest.mark.parametrize("settings", [{}, {"level": "O2"}, {"level": "O3"}, {"capture": "dynamo"}], ids=str)
+def test_a_reader_under_no_grad_ends_nobody_s_gradient(settings):
+    torch._dynamo.reset()
+    model, x = ReadWithoutGradients(), torch.randn(4, 8)
+    model(x).square().sum().backward()
+    ours = fxprec.convert(ReadWithoutGradients(), dtype=BF16, **settings).module
+    ours(x).square().sum().backward()
+    for name in ("norm.weight", "weight"):
+        found, right = ours.get_parameter(name).grad, model.get_parameter(name).grad
+        assert (found - right).norm() <= 0.03 * right.norm(), name
 
 
 def test_written_memory_is_left_alone(limited):
