@@ -132,6 +132,20 @@ def _widen_state(node: Node) -> bool:
     return True
 
 
+def new_cast(function: object, source: Node, dtype: torch.dtype, why: str) -> Node:
+    """Return a new cast by a function of ``graph.casts``, where the graph inserts nodes now."""
+    name, info = f"{source.name}_{SHORT_NAMES[dtype]}", notes(source).dtype
+    new = new_node(source.graph, "call_function", function, (source, dtype), {}, name)
+    new.meta.update(
+        {each: source.meta[each] for each in HANDED_ON if each in source.meta},
+        op=_CAST,
+        dtype=info if function is cast_each or info is UNKNOWN else dtype,
+        precision=Precision.arriving(dtype, dtype, Rule.KEEP, why),
+        inserted=True,
+    )
+    return new
+
+
 def actual_dtype(node: Node) -> torch.dtype | None:
     """The float dtype a node's value has in the rewritten graph, None where it is no float that a policy touches."""
     return notes(node).precision.output
@@ -253,15 +267,7 @@ class _Epochs:
         key = with_gradient if with_gradient in made else (source, wanted, function, self.recorded[reader])
         if key not in made:
             with self.graph.inserting_before(self.place(source, reader)):
-                name = f"{source.name}_{SHORT_NAMES[wanted]}"
-                new = new_node(self.graph, "call_function", function, (source, wanted), {}, name)
-            new.meta.update(
-                {each: source.meta[each] for each in HANDED_ON if each in source.meta},
-                op=_CAST,
-                dtype=info if function is cast_each or info is UNKNOWN else wanted,
-                precision=Precision.arriving(wanted, wanted, Rule.KEEP, "cast inserted for " + reader.name),
-                inserted=True,
-            )
+                new = new_cast(function, source, wanted, "cast inserted for " + reader.name)
             made[key] = new
             self.roots[new], self.recorded[new] = self.roots[source], self.recorded[reader]
         return made[key]

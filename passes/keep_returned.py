@@ -43,12 +43,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.context import Context, PassResult, bodies_last
-from fxprec.passes.graph.annotations import UNKNOWN, Op, Precision, Rule, notes
+from fxprec.passes.graph.annotations import UNKNOWN, Precision, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes, returned_values
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.graph.subgraphs import body_of
-from fxprec.passes.insert_casts import HANDED_ON, SHORT_NAMES, actual_dtype
+from fxprec.passes.insert_casts import HANDED_ON, actual_dtype, new_cast
 from fxprec.passes.ops.aliases import alias_roots, written_by, written_roots
 from fxprec.passes.ops.names import cast_target, is_idle_dropout
 from fxprec.passes.ops.table import facts_at
@@ -317,18 +317,9 @@ def _cast_back(returned: Node, low: Node) -> Node:
     assert dtype is not None
     with graph.inserting_after(returned):
         function = cast_if_float if unknown else cast
-        back = new_node(
-            graph, "call_function", function, (returned, dtype), {}, f"{returned.name}_{SHORT_NAMES[dtype]}"
-        )
-    why = f"cast inserted to have {returned.name}, which is returned, on the gradient's path"
-    back.meta.update(
-        {each: returned.meta[each] for each in HANDED_ON if each in returned.meta},
-        op=Op("to"),
-        dtype=UNKNOWN if unknown else dtype,
-        precision=Precision.arriving(dtype, dtype, Rule.KEEP, why),
-        inserted=True,
-        returns=True,
-    )
+        why = f"cast inserted to have {returned.name}, which is returned, on the gradient's path"
+        back = new_cast(function, returned, dtype, why)
+    back.meta.update(dtype=UNKNOWN if unknown else dtype, returns=True)
     if "val" in low.meta:
         back.meta["val"] = low.meta["val"]
     return back

@@ -40,11 +40,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
 from fxprec.passes.context import Context, PassResult, bodies_first
-from fxprec.passes.graph.annotations import UNKNOWN, Op, Precision, Rule, leaves, notes
+from fxprec.passes.graph.annotations import UNKNOWN, leaves, notes
 from fxprec.passes.graph.casts import cast, cast_if_float
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
-from fxprec.passes.graph.new_node import new_node, set_arguments
-from fxprec.passes.insert_casts import HANDED_ON, SHORT_NAMES, actual_dtype
+from fxprec.passes.graph.new_node import set_arguments
+from fxprec.passes.insert_casts import actual_dtype, new_cast
 from fxprec.passes.ops.aliases import written_memory
 from fxprec.passes.ops.table import facts_at
 from fxprec.passes.placement.sites import Learned, carries_float, learned_values
@@ -146,19 +146,9 @@ def _widened(node: Node, function: object, recorded: Mapping[Node, bool]) -> Nod
 
 
 def _cast(source: Node, dtype: torch.dtype | None, function: object, after: Node) -> Node:
-    graph = source.graph
-    with graph.inserting_after(after):
-        name = f"{source.name}_{SHORT_NAMES[dtype]}"  # type: ignore[index]
-        new = new_node(graph, "call_function", function, (source, dtype), {}, name)
-    new.meta.update({each: source.meta[each] for each in HANDED_ON if each in source.meta})
-    info = notes(source).dtype
-    new.meta.update(
-        op=Op("to"),
-        dtype=info if info is UNKNOWN else dtype,
-        precision=Precision.arriving(dtype, dtype, Rule.KEEP, f"at most {READERS} readers share a low copy"),
-        inserted=True,
-    )
-    return new
+    assert dtype is not None
+    with source.graph.inserting_after(after):
+        return new_cast(function, source, dtype, f"at most {READERS} readers share a low copy")
 
 
 def _read(reader: Node, value: Node, copies: Iterator[Node]) -> None:
