@@ -228,5 +228,6 @@ def _cast_outside(call: Node, position: int, inner: Node, inside: Node) -> None:
     call.update_arg(position, outside)
     inside.replace_all_uses_with(inner)
     inside.graph.erase_node(inside)
-    notes(inner).dtype = dtype
+    if not notes(inside).inserted:
+        notes(inner).dtype = dtype
     notes(inner).precision = Precision.arriving(dtype, dtype, Rule.KEEP, "cast by the caller")

@@ -26,8 +26,8 @@ What no cast made, but an op that runs low (a silu, a transposed weight), goes t
     %linear_4: bfloat16 = linear(%silu_f32_bf16, %w_4_bf16)
 
 Left alone are values that autocast has low as well, memory that the graph writes to, and readers that look at a part,
-mostly each at another. Of the copy of a weight or of an input only views count (``w.t()`` at each step of a loop):
-autocast, too, casts a leaf itself once for all.
+mostly each at another. Of the copy of a weight only views count (``w.t()`` at each step of a loop): autocast, too,
+casts a leaf itself once for all. Inputs are no leaves here: an earlier layer, or graph, may have made them.
 """
 
 from __future__ import annotations
@@ -102,15 +102,15 @@ def _is_inserted_cast(node: Node) -> bool:
     return node.target in (cast, cast_if_float) and notes(node).inserted
 
 
-def _is_copy_of_leaf(node: Node) -> bool:
+def _is_copy_of_weight(node: Node) -> bool:
     source = node.args[0] if _is_inserted_cast(node) else None
-    return isinstance(source, Node) and (source.op == "placeholder" or notes(source).kind == "parameter")
+    return isinstance(source, Node) and notes(source).kind == "parameter"
 
 
 def _readers(node: Node) -> list[Node]:
     """Return those that give back a gradient of all the value, under autocast to a copy of their own."""
     found = [user for user in node.users if carries_float(notes(user).dtype)]
-    if _is_copy_of_leaf(node):
+    if _is_copy_of_weight(node):
         return [user for user in found if facts_at(user).whole]
     return [user for user in found if facts_at(user).whole or not facts_at(user).view]
 
@@ -119,7 +119,7 @@ def _split(node: Node, readers: list[Node], recorded: Mapping[Node, bool]) -> No
     """Let the first readers keep the value, and each four further ones have a copy of their own."""
     function: object = cast_if_float if notes(node).dtype is UNKNOWN else cast
     source: Node | None = None  # in FP32
-    if _is_inserted_cast(node) and not _is_copy_of_leaf(node):
+    if _is_inserted_cast(node) and not _is_copy_of_weight(node):
         source, function = node.args[0], node.target  # type: ignore[assignment]
     left, copy, last = READERS, node, node
     for reader in readers:

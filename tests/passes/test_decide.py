@@ -204,7 +204,7 @@ def test_a_low_stem_makes_a_low_residual_net(casts, decided):
 
     found, _ = decided(net, torch.randn(1, 2, 4, 4), torch.randn(2, 2, 3, 3))
     assert {p.output for name, p in found.items() if name.startswith(("relu", "add"))} == {BF16}
-    assert casts(net, torch.randn(1, 2, 4, 4), torch.randn(2, 2, 3, 3))[0] == 3  # x, w, the result
+    assert casts(net, torch.randn(1, 2, 4, 4), torch.randn(2, 2, 3, 3))[0] == 5  # x, w for each four, the result
 
 
 def test_user_casts_are_obeyed(decided):

@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fxprec
 from fxprec.passes.graph.text import format_graph
 from fxprec.passes.limit_readers import READERS, limit_readers
 from fxprec.passes.runner import run_passes
 from fxprec.passes.verify import verify
+from fxprec.testing import format_graph as format_model
 
 BF16, FP32 = torch.bfloat16, torch.float32
 X, W, V = torch.randn(4, 4), torch.randn(4, 4), torch.randn(12, 4, 4)
@@ -63,6 +65,23 @@ def test_what_no_cast_made_goes_to_fp32_and_back(limited):
     assert text.count("bfloat16 = to(%relu_f32, torch.bfloat16)") == 2
 
 
+def test_an_input_is_no_leaf(limited):
+    """In a checkpoint, a converted submodule, behind a graph break: an earlier layer made it."""
+    assert limited(lambda x, w, v: products(x, v, READERS + 1)).count("bfloat16 = to(%x, torch.bfloat16)") == 2
+
+
+def test_a_weight_s_copy_is_shared_as_under_autocast(limited):
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(W.clone())
+
+        def forward(self, x):
+            return torch.stack([F.linear(x[n % 4], self.weight) for n in range(9)])
+
+    assert not limited(Shared(), X)
+
+
 def test_a_cast_to_fp32_that_is_there_serves(limited):
     def f(x, w, v):
         h = F.relu(F.layer_norm(F.linear(x, w), (4,)))
@@ -77,7 +96,6 @@ ALIKE = {
     "a product": lambda x, w, v: products(F.relu(F.linear(x, w)), v, 9),
     "parts": lambda x, w, v: (h := x.softmax(-1), torch.stack([F.linear(h[n % 4], v[n]) for n in range(9)]))[1],
     "the user's own low": lambda x, w, v: products(x.bfloat16(), v.bfloat16(), 9),
-    "an input": lambda x, w, v: products(x, v, 9),
     "sizes": lambda x, w, v: F.linear(y := x.softmax(-1), w) * sum(y.shape[n % 2] for n in range(9)),
 }
 
@@ -158,7 +176,9 @@ class Many(nn.Module):
     def forward(self, x):
         h = self.norm(x + self.first(x))
         if self.kind == "heads":
-            return sum(head(h) for head in self.heads)
+            return self.sum_of_heads(h)
+        if self.kind == "checkpoint":
+            return checkpoint(self.sum_of_heads, h, use_reentrant=False)
         if self.kind == "blocks":
             return sum(head(F.silu(h)) for head in self.heads)
         w = self.weight + self.factor @ self.factor.t() * 0.01 if self.kind == "made once" else self.weight
@@ -166,14 +186,44 @@ class Many(nn.Module):
             h = torch.tanh(h @ (w if self.kind == "made once" else w.t()) + x)
         return h
 
+    def sum_of_heads(self, h):
+        return sum(head(h) for head in self.heads)
+
+
+class Heads(nn.Module):
+    def __init__(self, heads):
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, h):
+        return sum(head(h) for head in self.heads)
+
 
 @pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
 @pytest.mark.parametrize("kind", ["heads", "blocks", "made once", "transposed"])
 def test_gradients_as_under_autocast(kind, capture):
     torch._dynamo.reset()
+    check_gradients(kind, fxprec.convert(Many(kind), dtype=BF16, capture=capture).module)
+
+
+def test_what_a_checkpoint_s_body_reads():
+    """The cast moved out of the body; within it the copy is split, as it would be outside."""
+    torch._dynamo.reset()
+    ours = fxprec.convert(Many("checkpoint"), dtype=BF16, scaler=False).module
+    check_gradients("checkpoint", ours)
+    assert format_model(ours).count("_f32, torch.bfloat16)") == ours.count / READERS - 1
+
+
+def test_what_a_converted_part_reads():
+    """Its inputs are no leaves."""
+    ours = Many("heads")
+    ours.sum_of_heads = fxprec.convert(Heads(ours.heads), dtype=BF16).module.forward
+    check_gradients("heads", ours)
+
+
+def check_gradients(kind, ours):
     x = torch.rand(32, 8, generator=torch.Generator().manual_seed(1))
     exact, eager = Many(kind).double(), Many(kind)
-    ours = fxprec.convert(Many(kind), dtype=BF16, capture=capture).module
     (exact(x.double()) ** 2).sum().backward()
     with torch.autocast("cpu", BF16):
         y = eager(x)
