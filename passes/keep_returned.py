@@ -25,7 +25,7 @@ The way there and back loses nothing. It is taken only where gradients are recor
 returned and read as well. Of memory that is written in place only those count that read it after the last write. A
 checkpoint's body that returns such a value gives it in the wider dtype itself, since its readers are in there.
 
-Not reached: at O3 a graph that was traced without inputs, whose results are widened after it.
+At O3 a result of low weights, which the model would widen behind the graph (``cast_for_caller``), is widened in it.
 
 ``h.contiguous()`` is ``h`` itself where that is contiguous already (``OpRule.itself``). Such an op is computed in the
 wider dtype, so that it gives itself back here where it does in the original::
@@ -44,7 +44,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.context import Context, PassResult, bodies_last
 from fxprec.passes.graph.annotations import UNKNOWN, Precision, notes
-from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
+from fxprec.passes.graph.casts import CASTS, cast, cast_for_caller, cast_if_float
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes, returned_values
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.graph.subgraphs import body_of
@@ -54,9 +54,41 @@ from fxprec.passes.ops.names import cast_target, is_idle_dropout
 from fxprec.passes.ops.table import facts_at
 
 
-@bodies_last
 def keep_returned(gm: GraphModule, context: Context) -> PassResult:
     """Route the readers of each low value that is returned in a wider dtype through what is returned."""
+    widened = context.policy.lowers_parameters and context.gradients and _widen_for_caller(gm.graph, context.low)
+    kept = _keep_in_each_graph(gm, context).changed
+    return PassResult(gm, widened or kept)
+
+
+def _widen_for_caller(graph: Graph, low: torch.dtype) -> bool:
+    """Widen what is returned low because its weights are, and is read as well; return whether there was any.
+
+    Where an input is low, too, all of it is as in the original.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    if any(notes(each).dtype is low for each in inputs):
+        return False
+    low_ones = [node for node in returned_values(graph) if actual_dtype(node) is notes(node).dtype is low]
+    chains = [_may_be_one_tensor(node) for node in low_ones if _has_readers_beside(node) and _takers(node)]
+    for same in (each for chain in chains for each in chain):
+        notes(same).dtype = torch.float32  # as the model gives it
+    for node, *_ in chains:
+        with graph.inserting_before(min(_takers(node))):
+            wide = new_cast(cast_for_caller, node, torch.float32, "returned by a model whose weights became low")
+        wide.args = (*wide.args, *inputs)
+        for taker in _takers(node):
+            taker.replace_input_with(node, wide)
+    return bool(chains)
+
+
+def _takers(node: Node) -> list[Node]:
+    """Return what hands a value out: the output, and the call that makes a named tuple of it."""
+    return [user for user in node.users if user.op == "output" or isinstance(user.target, type)]
+
+
+@bodies_last
+def _keep_in_each_graph(gm: GraphModule, context: Context) -> PassResult:
     if context.policy.level == "O0" or not any(map(_is_read_as_well, returned_values(gm.graph))):
         return PassResult(gm, False)
     return PassResult(gm, _keep(gm, context))
@@ -65,11 +97,14 @@ def keep_returned(gm: GraphModule, context: Context) -> PassResult:
 def _is_read_as_well(returned: Node) -> bool:
     """Return whether this is a cast of a low value that has other readers, or may have some in a checkpoint's body."""
     source = widened(_very_tensor(returned))
-    while source is not None:
-        if any(len(same.users) > 1 for same in _same_tensor(source)) or _result_in_body(source) is not None:
-            return True
-        source = _given_back(source)
-    return False
+    return source is not None and _has_readers_beside(source)
+
+
+def _has_readers_beside(returned: Node) -> bool:
+    """Return whether others than the one that hands it out read a value, or what it may be the very tensor of."""
+    values = _may_be_one_tensor(returned)
+    several = any(len(same.users) > 1 for value in values for same in _same_tensor(value))
+    return several or any(_result_in_body(value) is not None for value in values)
 
 
 def _keep(gm: GraphModule, context: Context) -> bool:
@@ -137,11 +172,17 @@ def _given_back(node: Node) -> Node | None:
     return inner if alike else None
 
 
+def _may_be_one_tensor(node: Node) -> list[Node]:
+    """Return the node, and those before it whose very tensor it may be, the nearest first."""
+    found = [node]
+    while (inner := _given_back(found[-1])) is not None:
+        found.append(inner)
+    return found
+
+
 def _very_tensor(node: Node) -> Node:
     """Return the first node whose tensor this may be."""
-    while (inner := _given_back(node)) is not None:
-        node = inner
-    return node
+    return _may_be_one_tensor(node)[-1]
 
 
 def _compute_wide(returned: Node, source: Node) -> tuple[Node, bool]:
@@ -287,7 +328,7 @@ def widened(node: Node) -> Node | None:
     source = node.args[0] if node.args else None
     if notes(node).op.name != "to" or not isinstance(source, Node) or notes(node).dtype != notes(source).dtype:
         return None
-    narrow, wide = actual_dtype(source), node.args[1] if node.target in (cast, cast_if_float) else cast_target(node)
+    narrow, wide = actual_dtype(source), node.args[1] if node.target in CASTS else cast_target(node)
     guessed = narrow is torch.float32 and node.target is cast_if_float and notes(node).inserted
     return source if (narrow in (torch.float16, torch.bfloat16) or guessed) and wide is torch.float32 else None
 

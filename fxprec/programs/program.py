@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType, MappingProxyType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -65,8 +65,9 @@ class Program:
     packed: GraphModule | None = None
 
 
+_LOW: Final = (torch.float16, torch.bfloat16)
 #: What cannot be part of a Python name.
-_NO_NAME = re.compile(r"\W")
+_NO_NAME: Final = re.compile(r"\W")
 
 
 def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device: str = "cpu") -> Program:
@@ -154,7 +155,7 @@ def without_autocast(function: Callable[..., Any], device: str) -> Callable[...,
 def _is_mixed_norm(node: Node) -> bool:
     """Return whether its kernel reads low values beside FP32 weights or statistics: norms of a CPU."""
     annotations = notes(node)
-    return bool(facts_of(annotations.op.name).mixed) and annotations.precision.output in (torch.float16, torch.bfloat16)
+    return bool(facts_of(annotations.op.name).mixed) and annotations.precision.output in _LOW
 
 
 def _regions(gm: GraphModule) -> dict[str, FusedRegion]:
@@ -189,20 +190,22 @@ def _with_wide_norms(lifted: GraphModule) -> GraphModule:
     graph = Graph()
     values: dict[Node, Node] = {}
     graph.output(graph.graph_copy(lifted.graph, values))
-    for node, copied in values.items():
-        if not _is_mixed_norm(node) or not copied.args:
+    for node, copied in reversed(values.items()):  # readers first: they read the copy itself
+        if not _is_mixed_norm(node):
             continue
-        with graph.inserting_before(copied):
-            image = graph.call_function(cast_if_float, (copied.args[0], torch.float32))
-        copied.update_arg(0, image)
+        for operand in node.all_input_nodes:  # at O3 its weights are low as well
+            if notes(operand).precision.output in _LOW and not notes(operand).written:
+                with graph.inserting_before(copied):
+                    wide = graph.call_function(cast_if_float, (values[operand], torch.float32))
+                copied.replace_input_with(values[operand], wide)
         with graph.inserting_after(copied):
             low = graph.call_function(cast_if_float, (copied, notes(node).precision.output))
         copied.replace_all_uses_with(low, delete_user_cb=lambda user, low=low: user is not low)
-    wide = GraphModule(lifted, graph, class_name="Program")
-    for path, region in _regions(wide).items():
+    program = GraphModule(lifted, graph, class_name="Program")
+    for path, region in _regions(program).items():
         ops = _with_wide_norms(region.graph_module)
-        wide.set_submodule(path, FusedRegion(region.name, ops, region.draws, region.seed, "aten"))
-    return wide
+        program.set_submodule(path, FusedRegion(region.name, ops, region.draws, region.seed, "aten"))
+    return program
 
 
 def _argument(path: str, taken: set[str]) -> str:

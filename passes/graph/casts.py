@@ -11,7 +11,7 @@ from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TR
 from fxprec.kernels.launch.operands import PLAIN
 from fxprec.passes.graph.annotations import CASTABLE
 from fxprec.passes.graph.retrace import leaf
-from fxprec.passes.torch_internals import tree_map
+from fxprec.passes.torch_internals import tree_leaves, tree_map
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -28,6 +28,14 @@ def cast_if_float(x: object, dtype: torch.dtype) -> object:
     if isinstance(x, Proxy):
         return leaf(cast_if_float, x, dtype)
     return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in CASTABLE and x.dtype != dtype else x
+
+
+def cast_for_caller(x: torch.Tensor, dtype: torch.dtype, *inputs: object) -> torch.Tensor:
+    """``cast`` for a result of low weights (O3), unless an input has its dtype: then it is low in the original, too."""
+    if isinstance(x, Proxy):
+        return leaf(cast_for_caller, x, dtype, *inputs)
+    is_low = any(isinstance(each, torch.Tensor) and each.dtype == x.dtype for each in tree_leaves(inputs))
+    return x if is_low else x.to(dtype)
 
 
 def cast_each(values: Any, dtype: torch.dtype) -> Any:
@@ -64,4 +72,4 @@ def write_out(out: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return out.copy_(value)
 
 
-CASTS = frozenset({cast, cast_each, cast_if_float, cast_saturating})
+CASTS = frozenset({cast, cast_each, cast_for_caller, cast_if_float, cast_saturating})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -116,3 +117,27 @@ def test_forward_mode_through_a_norm_of_a_sum(
         got = FORWARD[transform](converted, x).detach()
         assert got.dtype is torch.float32
         torch.testing.assert_close(got, want, rtol=0, atol=2**-4 * float(want.abs().max()))
+
+
+class Norms(nn.Module):
+    """A norm reads another's result."""
+
+    def __init__(self, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.before, self.norms, self.after = nn.Linear(16, 16), nn.Sequential(norm(), norm()), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.norms(x + torch.tanh(self.before(x))))
+
+
+@pytest.mark.parametrize("by_inputs", [False, True])
+@pytest.mark.parametrize("transform", ["jvp", "dual numbers", "vmap(jacrev)", "hessian"])
+@pytest.mark.parametrize("norm", OF_SUMS)
+def test_norms_with_low_weights(norm: str, transform: str, by_inputs: bool):
+    torch.manual_seed(0)
+    model, x = Norms(OF_SUMS[norm]), torch.randn(5, 16)
+    derivative = (FORWARD | TRANSFORMS)[transform]
+    want = derivative(model, x).detach()
+    converted = fxprec.convert(model, (x,) if by_inputs else None, dtype=torch.bfloat16, level="O3")[0]
+    got = derivative(converted, x).detach()
+    torch.testing.assert_close(got, want, rtol=0, atol=2**-3 * float(want.abs().max()))

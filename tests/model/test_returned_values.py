@@ -199,6 +199,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "O0": {"level": "O0"},
     "O2": {"level": "O2"},
     "O3": {"level": "O3"},
+    "O3 by inputs": {"level": "O3", "by_inputs": True},
+    "O3 by dynamo": {"level": "O3", "capture": "dynamo"},
     "fused": {"fuse": True},
     "nothing fused": {"fuse": False},
     "dynamo": {"capture": "dynamo"},
@@ -223,9 +225,10 @@ def gradients(model: Any, x: Tensor, call: str = "forward") -> list[Tensor | Non
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_gradients_of_what_is_returned(function: Callable[..., Any], settings: dict[str, Any]) -> None:
+    settings = dict(settings)
     original, x = Net(function), torch.randn(5, 4)
-    inputs = (x,) if settings.get("level") == "O3" else None  # whose weights are low: only inputs tell what is not
-    converted, _ = fxprec.convert(copy.deepcopy(original), inputs, dtype=BF16, **settings)
+    given = (x,) if settings.pop("by_inputs", False) else None  # which tell dtypes that weights, low at O3, do not
+    converted, _ = fxprec.convert(copy.deepcopy(original), given, dtype=BF16, **settings)
     expected = gradients(original, x)
     for ours, theirs in zip(gradients(converted, x), expected, strict=True):
         assert (ours is None) is (theirs is None)

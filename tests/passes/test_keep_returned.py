@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+import fxprec
+from fxprec.passes.graph.casts import cast_for_caller
 from fxprec.passes.graph.text import format_graph
 from fxprec.passes.keep_returned import keep_returned
 from fxprec.passes.runner import run_passes
 from fxprec.passes.verify import verify
+from fxprec.testing import format_graph as format_model
 
 X, W, V = torch.randn(2, 4), torch.randn(4, 4), torch.randn(4, 4)
 
@@ -53,6 +57,42 @@ def test_the_graph_after(kept):
 def test_of_an_object_that_is_made_last_its_parts_are_returned(kept):
     text = kept(lambda x, w, v: torch.return_types.max(two(x, w, v)))
     assert text.count("= to(%linear_f32, torch.bfloat16)") == 1
+
+
+class TwoLayers(nn.Module):
+    """Returns what is between its layers, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(h), h
+
+
+def test_low_weights_of_o3_do_not_tell_that_a_result_is_fp32():
+    """In a graph without inputs; a call with low ones gives low results, as the original with such weights."""
+    model = fxprec.convert(TwoLayers(), dtype=torch.bfloat16, level="O3").module
+    lines = format_model(model).splitlines()
+    assert [line for line in lines if "= to(%linear" in line or "= linear(" in line] == [
+        "%linear: bfloat16 = linear(%x_bf16, %a_weight, %a_bias)",
+        "%linear_f32: float32 = to(%linear, torch.float32, %x)",
+        "%linear_f32_bf16: bfloat16 = to(%linear_f32, torch.bfloat16)",
+        "%linear_1: bfloat16 = linear(%linear_f32_bf16, %b_weight, %b_bias)",
+    ]
+    for x in (X, X.bfloat16(), X):
+        out, h = model(x)
+        assert out.dtype is h.dtype is x.dtype
+        (gradient,) = torch.autograd.grad(out.sum(), h)
+        assert gradient.dtype is x.dtype
+        torch.testing.assert_close(gradient.float(), model.b.weight.float().sum(0).expand(2, 4), rtol=0.02, atol=0.01)
+
+
+def test_cast_for_caller_looks_into_inputs():
+    x = torch.ones(2, dtype=torch.bfloat16)
+    assert cast_for_caller(x, torch.float32, X, [W], None).dtype is torch.float32
+    assert cast_for_caller(x, torch.float32, X, [{"w": W.bfloat16()}]) is x
 
 
 def test_readers_share_one_cast(kept):
