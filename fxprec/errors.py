@@ -5,6 +5,9 @@ which catches those keeps working. Warnings derive from ``FxprecWarning``, a ``U
 filter by: ``warnings.filterwarnings("error", category=fxprec.ServiceWarning)``.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 __all__ = [
     "CaptureError",
     "ClosureError",
@@ -117,3 +120,9 @@ class UnusedSettingWarning(FxprecWarning):
 
 class UntestedTorchWarning(FxprecWarning):
     """This torch is newer than those that fxprec was tested with."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the names that one may have meant, `` (did you mean 'a' or 'b'?)``, or nothing."""
+    found = get_close_matches(name, sorted(set(known)), n=3, cutoff=0.5)
+    return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""

@@ -12,13 +12,12 @@ from typing import Any, Literal, get_args
 import torch
 
 from fxprec.costs.files import costs_of, shipped_for_here
-from fxprec.errors import PolicyError
+from fxprec.errors import PolicyError, did_you_mean
 from fxprec.kernels.cpu.processor import cpu_flags, has_bfloat16_units, instruction_limit
 from fxprec.kernels.rows.program.prices import LoopPrices
 from fxprec.passes.context import Context
 from fxprec.passes.costs.device_costs import AttentionWay, DeviceCosts
 from fxprec.passes.policy.policy import Policy
-from fxprec.passes.policy.terms import did_you_mean
 from fxprec.programs.program import Executor
 
 Capture = Literal["auto", "symbolic", "dynamo"]

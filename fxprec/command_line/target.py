@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import nn
 
+from fxprec.errors import did_you_mean
 from fxprec.inspection.nodes import short_paths
 from fxprec.numerics.problem import Batch, Loss
-from fxprec.passes.policy.terms import did_you_mean
 
 
 class TargetError(ValueError):

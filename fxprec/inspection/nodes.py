@@ -17,17 +17,16 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxprec.errors import NotCapturedError
+from fxprec.errors import NotCapturedError, did_you_mean
 from fxprec.model.captured import Captured
 from fxprec.model.conversion import conversion_of, is_converted
-from fxprec.model.module import graphs
+from fxprec.model.graphs import graphs
 from fxprec.passes.graph.annotations import NO_OP, module_path, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.subgraphs import subgraph_of
 from fxprec.passes.graph.text import dtype_name, shown_dtype
 from fxprec.passes.ops.table import facts_of
 from fxprec.passes.placement.sites import carries_float
-from fxprec.passes.policy.terms import did_you_mean
 from fxprec.programs.program import is_weight_cast
 
 _FRAME: Final = re.compile(r'File "([^"]+)", line (\d+)')

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxprec.capture.dynamo.graph import own_copy, own_graph, source_of
-from fxprec.errors import ConversionError
-from fxprec.model.captured import rewrite
+from fxprec.errors import ConversionError, did_you_mean
 from fxprec.passes.graph.annotations import clean_path
 from fxprec.passes.policy.policy import Policy
-from fxprec.passes.policy.terms import did_you_mean
 from fxprec.programs.dynamo_programs import ArgumentProgram, Calls, ProgramsByMemory, Ran
 from fxprec.programs.memory import mark_all_shared, mark_shared
+from fxprec.programs.packed_weights import rewrite
 from fxprec.settings import Settings
 from fxprec.shadows import ShadowStore
 

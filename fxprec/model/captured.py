@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.fx import GraphModule
 
 from fxprec.capture.call_key import Constants
 from fxprec.capture.symbolic.guards import Guards
 from fxprec.passes.graph.annotations import notes, weight_path
-from fxprec.passes.runner import run_passes
 from fxprec.programs.dynamo_programs import Calls, modes_of
-from fxprec.programs.packed_weights import PackedWeights
-from fxprec.programs.program import Program, lift
-from fxprec.settings import Settings
+from fxprec.programs.program import Program
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,16 +54,3 @@ class Captured:
             if known and node.meta.get("dtype", tensors[path].dtype) != tensors[path].dtype:
                 return False
         return True
-
-
-def rewrite(gm: GraphModule, settings: Settings, packed: PackedWeights | None = None, by_size: bool = True) -> Program:
-    """Run the passes on a captured graph, in place, and make its program; on packed weights where there are some.
-
-    Args:
-        by_size: small regions may be left to torch's ops.
-    """
-    run_passes(gm, settings.context(gradients=torch.is_grad_enabled(), by_size=by_size))
-    program = lift(gm, settings.dtype, settings.executor, settings.device)
-    if packed is not None:
-        packed.take(program, gm)
-    return program

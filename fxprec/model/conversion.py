@@ -6,9 +6,9 @@ import contextlib
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -29,10 +29,11 @@ from fxprec.errors import (
     ServiceWarning,
     SeveralGraphsError,
     UnusedSettingWarning,
+    did_you_mean,
 )
 from fxprec.kernels.launch.observers import TRANSFORM, unwatched, watcher
 from fxprec.kernels.torch_internals import is_fx_tracing
-from fxprec.model.captured import Captured, rewrite
+from fxprec.model.captured import Captured
 from fxprec.model.dynamic import LeftToNet
 from fxprec.model.entry_point import MOST_RESTARTS, CallWatcher, EntryPoint
 from fxprec.model.method_names import MethodName
@@ -43,12 +44,13 @@ from fxprec.model.wrappers import Wrappers
 from fxprec.passes.fuse import region_names
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.subgraphs import every_graph
-from fxprec.passes.policy.terms import did_you_mean
 from fxprec.programs.call_form import CallForm, form_of_key
-from fxprec.programs.packed_weights import PackedWeights
+from fxprec.programs.packed_weights import PackedWeights, rewrite
 from fxprec.settings import Settings
 from fxprec.shadows import ShadowStore
 from fxprec.torch_internals import NormBase
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 #: The attribute of a converted module that holds its conversion.
 STATE: Final = "_fxprec"
@@ -671,3 +673,14 @@ def conversion_of(module: object) -> Conversion:
             "and pass the module that it returned"
         )
     return module.__dict__[STATE]  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def original(module: _Module) -> Iterator[_Module]:
+    """Within the block the module runs its untouched forward, in its own dtypes."""
+    conversion = conversion_of(module)
+    conversion.bypassed += 1
+    try:
+        yield module
+    finally:
+        conversion.bypassed -= 1

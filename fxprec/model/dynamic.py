@@ -28,7 +28,6 @@ from fxprec.capture.dynamo import analysis as dynamo
 from fxprec.capture.dynamo.graph import own_copy, own_graph
 from fxprec.capture.ties import Ties, slots_of
 from fxprec.kernels.torch_internals import is_fx_tracing
-from fxprec.model.captured import rewrite
 from fxprec.model.method_names import MethodName
 from fxprec.model.net import RUNS_AS_TOLD, RUNS_FP32, turn_off, under_others, without_net
 from fxprec.model.wrappers import Wrappers
@@ -36,7 +35,7 @@ from fxprec.passes.graph.annotations import SPARSE
 from fxprec.programs.call_form import form_of_call
 from fxprec.programs.dynamo_programs import ArgumentProgram, Calls, ProgramsByMemory, Ran
 from fxprec.programs.memory import mark_all_shared, mark_shared
-from fxprec.programs.packed_weights import PackedWeights
+from fxprec.programs.packed_weights import PackedWeights, rewrite
 from fxprec.programs.program import Program
 from fxprec.settings import Settings
 from fxprec.shadows.store import ShadowStore

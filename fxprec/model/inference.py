@@ -12,7 +12,7 @@ from torch import nn
 
 from fxprec.errors import ConversionError, GradientsWarning, ServiceWarning
 from fxprec.model.conversion import conversion_of
-from fxprec.model.module import graphs
+from fxprec.model.graphs import graphs
 from fxprec.passes.graph.annotations import graph_notes
 from fxprec.shadows import stores
 from fxprec.shadows.low_gradients import widened

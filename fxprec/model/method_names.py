@@ -10,8 +10,7 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.jit import ScriptModule
 
-from fxprec.errors import ConversionError
-from fxprec.passes.policy.terms import did_you_mean
+from fxprec.errors import ConversionError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ and pickles and copies as the original plus the conversion to redo.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -16,11 +16,10 @@ from torch.fx import Graph, GraphModule
 
 from fxprec.capture.originals import original_class
 from fxprec.errors import ConversionError, FxprecError
-from fxprec.model.captured import Captured
 from fxprec.model.conversion import STATE, Conversion, conversion_of, is_converted
+from fxprec.model.graphs import graph_module
 from fxprec.model.swapped import Swapped, as_original, follow_all, portable, swap_class, swap_hosts, take_off
 from fxprec.model.unscaled import expect_scaling
-from fxprec.programs.graph_modules import made_presentable
 from fxprec.settings import Settings
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
@@ -45,59 +44,6 @@ def revert(module: _Module) -> _Module:
     conversion_of(module)
     take_off(module)
     return module
-
-
-@contextlib.contextmanager
-def original(module: _Module) -> Iterator[_Module]:
-    """Within the block the module runs its untouched forward, in its own dtypes."""
-    conversion = conversion_of(module)
-    conversion.bypassed += 1
-    try:
-        yield module
-    finally:
-        conversion.bypassed -= 1
-
-
-def graph_module(module: torch.nn.Module, method: str = "forward") -> GraphModule:
-    """The rewritten graph as a self-contained GraphModule: reads the module's own parameters, casts explicitly.
-
-    It is that of the modes (train, eval) which the module and those in it are in now, of several the one captured last.
-    It is called as the method is, and gives what the method gives, in its containers; what the method writes to Python
-    objects it does not. Arguments that are built into it (numbers, flags, which keys a dict has; with dynamo dtypes and
-    sizes too) are checked: a call with others raises ``OtherCallError``.
-
-    Args:
-        module: a converted module.
-        method: which one's graph, as named in ``convert(methods=...)``.
-
-    Raises:
-        NotCapturedError: nothing was captured yet for these modes (a forward that needs dynamo, without such a call).
-        SeveralGraphsError: the method was captured in pieces: ``graphs`` gives them.
-        ValueError: that method was not converted.
-    """
-    conversion = conversion_of(module)
-    return _presented(conversion, module, conversion.active(module, method))
-
-
-def graphs(module: torch.nn.Module) -> tuple[GraphModule, ...]:
-    """Return all rewritten graphs so far.
-
-    A method has one for each set of flags (train and eval), argument pattern, and piece between breaks.
-
-    Args:
-        module: a converted model.
-
-    Raises:
-        NotCapturedError: it waits for its first call.
-        ConversionError: it is not converted.
-    """
-    conversion = conversion_of(module)
-    found = conversion.all_graphs(module)
-    return tuple(_presented(conversion, module, captured) for captured in found)
-
-
-def _presented(conversion: Conversion, module: torch.nn.Module, captured: Captured) -> GraphModule:
-    return made_presentable(captured.gm, module, conversion.restores, conversion.form_of(captured))
 
 
 class _Converted(Swapped):

@@ -24,7 +24,6 @@ from fxprec.capture.user_code import user_level
 from fxprec.errors import CaptureError, ConversionError, NotLoweredWarning, PolicyError
 from fxprec.model.conversion import STATE, Conversion
 from fxprec.model.entry_point import ENTRY, EntryPoint, entry_of
-from fxprec.model.unscaled import stop_expecting
 from fxprec.model.wrappers import NOT_TRACED
 from fxprec.torch_internals import hide_from_dynamo, set_eval_frame
 
@@ -138,7 +137,6 @@ def take_off(model: nn.Module) -> None:
     for owner in owners.values():
         _plain_again(owner)
     conversion.store.clear()
-    stop_expecting(conversion)
 
 
 def _plain_again(module: nn.Module) -> None:

@@ -20,11 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxprec.errors import GradientsWarning
 from fxprec.host_reads import capturing
+from fxprec.model.conversion import STATE, Conversion
 from fxprec.scaling.gradients import local, parameters_of
 from fxprec.torch_internals import has_scaled
 
 if TYPE_CHECKING:
-    from fxprec.model.conversion import Conversion
     from fxprec.scaling.loss_scaler import LossScaler
 
 
@@ -39,11 +39,6 @@ def expect_scaling(conversion: Conversion) -> None:
     _expecting()[conversion] = weakref.WeakSet()
 
 
-def stop_expecting(conversion: Conversion) -> None:
-    """The model is converted no more."""
-    _expecting().pop(conversion, None)
-
-
 def handed_back(scaler: LossScaler) -> None:
     """``convert`` gave its caller this scaler: mostly it is the one that scales, and no other need be looked for."""
     _handed_back().add(scaler)
@@ -55,7 +50,7 @@ def _handed_back() -> weakref.WeakSet[LossScaler]:
 
 
 #: Conversions on whose gradients no optimizer stepped yet, and the optimizers that have none of their parameters.
-_Expecting = weakref.WeakKeyDictionary["Conversion", weakref.WeakSet[Optimizer]]
+_Expecting = weakref.WeakKeyDictionary[Conversion, weakref.WeakSet[Optimizer]]
 
 
 @functools.cache
@@ -75,7 +70,10 @@ def _expecting() -> _Expecting:
 
 def _look(conversion: Conversion, optimizer: Optimizer, expecting: _Expecting) -> None:
     module = conversion.module()
-    ours = set() if module is None else {*map(id, module.parameters())}
+    if module is None or module.__dict__.get(STATE) is not conversion:  # it was reverted
+        del expecting[conversion]
+        return
+    ours = {*map(id, module.parameters())}
     known = [p for p in parameters_of(optimizer) if id(p) in ours]
     if not known:
         expecting[conversion].add(optimizer)

@@ -23,8 +23,7 @@ from fxprec.inspection.text import fold
 from fxprec.passes.graph.annotations import Rule, module_path, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.ops.table import facts_of
-from fxprec.passes.policy.policy import Policy
-from fxprec.passes.policy.terms import Kind
+from fxprec.passes.policy.policy import Kind, Policy
 
 #: Kind and pattern of an override.
 Words: TypeAlias = tuple[Kind, str]

@@ -25,8 +25,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fxprec.model.conversion import conversion_of
-from fxprec.model.module import original
+from fxprec.model.conversion import conversion_of, original
 from fxprec.numerics.births import (
     Birth,
     Masks,

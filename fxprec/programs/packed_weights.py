@@ -37,7 +37,8 @@ from fxprec.passes.graph.annotations import graph_notes, notes
 from fxprec.passes.pack import pack
 from fxprec.passes.packing.products import Packing
 from fxprec.passes.runner import run_passes
-from fxprec.programs.program import Program, without_autocast
+from fxprec.programs.program import Program, lift, without_autocast
+from fxprec.settings import Settings
 from fxprec.shadows import ShadowStore
 
 _pointer: Final = Tensor.data_ptr
@@ -59,6 +60,19 @@ class _Packed:
 
     keys: tuple[Any, ...]
     copies: tuple[_Copy, ...]
+
+
+def rewrite(gm: GraphModule, settings: Settings, packed: PackedWeights | None = None, by_size: bool = True) -> Program:
+    """Run the passes on a captured graph, in place, and make its program; on packed weights where there are some.
+
+    Args:
+        by_size: small regions may be left to torch's ops.
+    """
+    run_passes(gm, settings.context(gradients=torch.is_grad_enabled(), by_size=by_size))
+    program = lift(gm, settings.dtype, settings.executor, settings.device)
+    if packed is not None:
+        packed.take(program, gm)
+    return program
 
 
 class PackedWeights:

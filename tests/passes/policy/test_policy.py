@@ -10,8 +10,7 @@ from torch.fx import Graph, Node
 from fxprec.errors import PolicyError
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.table import OP_TABLE, rule_of
-from fxprec.passes.policy.policy import Policy
-from fxprec.passes.policy.terms import LEVELS
+from fxprec.passes.policy.policy import LEVELS, Policy
 
 
 def node(name: str = "linear", stack: dict[str, object] | None = None) -> Node:

@@ -1,0 +1,52 @@
+"""The rewritten graphs of a converted model, as users see them."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule
+
+from fxprec.model.captured import Captured
+from fxprec.model.conversion import Conversion, conversion_of
+from fxprec.programs.graph_modules import made_presentable
+
+
+def graph_module(module: torch.nn.Module, method: str = "forward") -> GraphModule:
+    """The rewritten graph as a self-contained GraphModule: reads the module's own parameters, casts explicitly.
+
+    It is that of the modes (train, eval) which the module and those in it are in now, of several the one captured last.
+    It is called as the method is, and gives what the method gives, in its containers; what the method writes to Python
+    objects it does not. Arguments that are built into it (numbers, flags, which keys a dict has; with dynamo dtypes and
+    sizes too) are checked: a call with others raises ``OtherCallError``.
+
+    Args:
+        module: a converted module.
+        method: which one's graph, as named in ``convert(methods=...)``.
+
+    Raises:
+        NotCapturedError: nothing was captured yet for these modes (a forward that needs dynamo, without such a call).
+        SeveralGraphsError: the method was captured in pieces: ``graphs`` gives them.
+        ValueError: that method was not converted.
+    """
+    conversion = conversion_of(module)
+    return _presented(conversion, module, conversion.active(module, method))
+
+
+def graphs(module: torch.nn.Module) -> tuple[GraphModule, ...]:
+    """Return all rewritten graphs so far.
+
+    A method has one for each set of flags (train and eval), argument pattern, and piece between breaks.
+
+    Args:
+        module: a converted model.
+
+    Raises:
+        NotCapturedError: it waits for its first call.
+        ConversionError: it is not converted.
+    """
+    conversion = conversion_of(module)
+    found = conversion.all_graphs(module)
+    return tuple(_presented(conversion, module, captured) for captured in found)
+
+
+def _presented(conversion: Conversion, module: torch.nn.Module, captured: Captured) -> GraphModule:
+    return made_presentable(captured.gm, module, conversion.restores, conversion.form_of(captured))
