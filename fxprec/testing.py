@@ -26,17 +26,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 from fxprec.inspection.checks import CastCount, assert_annotations_hold, assert_rule_holds, count_casts
-from fxprec.inspection.nodes import (
-    NamedNode,
-    is_inserted,
-    moves_data,
-    op_name,
-    places,
-    rewritten_graphs,
-    select,
-    source_line,
-)
+from fxprec.inspection.nodes import NamedNode, is_inserted, moves_data, op_name, places, select, source_line
 from fxprec.model.conversion import conversion_of
+from fxprec.model.graphs import rewritten_graphs
 from fxprec.passes.graph import text
 from fxprec.passes.graph.annotations import Precision, notes
 from fxprec.passes.graph.text import dtype_name

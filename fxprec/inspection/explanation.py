@@ -13,18 +13,17 @@ from torch.fx import Node
 from fxprec.inspection.figures import count
 from fxprec.inspection.nodes import (
     NamedNode,
-    captured_of,
     is_inserted,
     is_shadow,
     op_name,
     original,
     places,
     reason,
-    rewritten_graphs,
     select,
     source_line,
 )
 from fxprec.inspection.text import fold, folded
+from fxprec.model.graphs import captured_of, rewritten_graphs
 from fxprec.passes.graph.annotations import arg_nodes, module_path, notes, weight_path
 from fxprec.passes.graph.casts import cast_if_float
 from fxprec.passes.graph.text import dtype_name, shown_dtype

@@ -14,8 +14,9 @@ from typing import Any, Final, Literal, Protocol
 from torch import nn
 
 from fxprec.inspection.figures import parameter_bytes
-from fxprec.inspection.nodes import computes, known_graphs, places
+from fxprec.inspection.nodes import computes, places
 from fxprec.model.conversion import Conversion, conversion_of
+from fxprec.model.graphs import known_graphs
 from fxprec.passes.graph.text import dtype_name, shown_dtype
 
 #: In the order in which the script of the page reads them.

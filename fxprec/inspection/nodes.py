@@ -14,13 +14,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxprec.errors import NotCapturedError, did_you_mean
-from fxprec.model.captured import Captured
-from fxprec.model.conversion import conversion_of, is_converted
-from fxprec.model.graphs import graphs
+from fxprec.errors import did_you_mean
 from fxprec.passes.graph.annotations import NO_OP, module_path, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.subgraphs import subgraph_of
@@ -42,42 +38,6 @@ class NamedNode(NamedTuple):
     graph: int
     name: str
     node: Node
-
-
-def rewritten_graphs(model: nn.Module) -> tuple[GraphModule, ...]:
-    """Return the graphs of a converted module, or a rewritten GraphModule itself.
-
-    Raises:
-        NotCapturedError: the module waits for its first call.
-        ConversionError: it is neither.
-    """
-    if isinstance(model, GraphModule) and not is_converted(model) and annotated_graphs(model):
-        return (model,)
-    return graphs(model)
-
-
-def known_graphs(model: nn.Module) -> tuple[GraphModule, ...]:
-    """Return the graphs as ``rewritten_graphs`` does; none for a model that ran outside of any.
-
-    Raises:
-        NotCapturedError, ConversionError: likewise.
-    """
-    try:
-        return rewritten_graphs(model)
-    except NotCapturedError:
-        if not is_converted(model) or not conversion_of(model).ran_in_net:
-            raise
-        return ()
-
-
-def captured_of(model: nn.Module) -> dict[GraphModule, Captured]:
-    """Return graph -> what is known of its capture, for those of a converted module."""
-    return {each.gm: each for each in conversion_of(model).captured} if is_converted(model) else {}
-
-
-def annotated_graphs(gm: GraphModule) -> bool:
-    """Return whether the passes went over this graph."""
-    return any(notes(node).state("precision") for node in gm.graph.nodes)
 
 
 def places(graph: int, gm: GraphModule, prefix: str = "") -> Iterator[NamedNode]:

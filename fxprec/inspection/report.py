@@ -36,11 +36,9 @@ from fxprec.inspection.headline import Headline, Stay
 from fxprec.inspection.measured import Measured, Subject, add_measured, settings_line, told
 from fxprec.inspection.nodes import (
     NamedNode,
-    captured_of,
     computes,
     is_inserted,
     is_shadow,
-    known_graphs,
     moves_data,
     op_name,
     original,
@@ -56,6 +54,7 @@ from fxprec.inspection.text import columns, in_one, plain, stacked, titled, with
 from fxprec.inspection.unnamed import unnamed_methods
 from fxprec.model.captured import Captured
 from fxprec.model.conversion import Conversion, conversion_of, is_converted
+from fxprec.model.graphs import captured_of, known_graphs
 from fxprec.page.render import framed, render
 from fxprec.passes.graph.annotations import Rule, graph_notes, module_path, notes, weight_path
 from fxprec.passes.graph.subgraphs import every_graph

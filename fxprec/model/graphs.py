@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import torch
+from torch import nn
 from torch.fx import GraphModule
 
+from fxprec.errors import NotCapturedError
 from fxprec.model.captured import Captured
-from fxprec.model.conversion import Conversion, conversion_of
+from fxprec.model.conversion import Conversion, conversion_of, is_converted
+from fxprec.passes.graph.annotations import notes
 from fxprec.programs.graph_modules import made_presentable
 
 
-def graph_module(module: torch.nn.Module, method: str = "forward") -> GraphModule:
+def graph_module(module: nn.Module, method: str = "forward") -> GraphModule:
     """The rewritten graph as a self-contained GraphModule: reads the module's own parameters, casts explicitly.
 
     It is that of the modes (train, eval) which the module and those in it are in now, of several the one captured last.
@@ -31,7 +33,7 @@ def graph_module(module: torch.nn.Module, method: str = "forward") -> GraphModul
     return _presented(conversion, module, conversion.active(module, method))
 
 
-def graphs(module: torch.nn.Module) -> tuple[GraphModule, ...]:
+def graphs(module: nn.Module) -> tuple[GraphModule, ...]:
     """Return all rewritten graphs so far.
 
     A method has one for each set of flags (train and eval), argument pattern, and piece between breaks.
@@ -48,5 +50,41 @@ def graphs(module: torch.nn.Module) -> tuple[GraphModule, ...]:
     return tuple(_presented(conversion, module, captured) for captured in found)
 
 
-def _presented(conversion: Conversion, module: torch.nn.Module, captured: Captured) -> GraphModule:
+def _presented(conversion: Conversion, module: nn.Module, captured: Captured) -> GraphModule:
     return made_presentable(captured.gm, module, conversion.restores, conversion.form_of(captured))
+
+
+def rewritten_graphs(model: nn.Module) -> tuple[GraphModule, ...]:
+    """Return the graphs of a converted module, or a rewritten GraphModule itself.
+
+    Raises:
+        NotCapturedError: the module waits for its first call.
+        ConversionError: it is neither.
+    """
+    if isinstance(model, GraphModule) and not is_converted(model) and annotated_graphs(model):
+        return (model,)
+    return graphs(model)
+
+
+def known_graphs(model: nn.Module) -> tuple[GraphModule, ...]:
+    """Return the graphs as ``rewritten_graphs`` does; none for a model that ran outside of any.
+
+    Raises:
+        NotCapturedError, ConversionError: likewise.
+    """
+    try:
+        return rewritten_graphs(model)
+    except NotCapturedError:
+        if not is_converted(model) or not conversion_of(model).ran_in_net:
+            raise
+        return ()
+
+
+def captured_of(model: nn.Module) -> dict[GraphModule, Captured]:
+    """Return graph -> what is known of its capture, for those of a converted module."""
+    return {each.gm: each for each in conversion_of(model).captured} if is_converted(model) else {}
+
+
+def annotated_graphs(gm: GraphModule) -> bool:
+    """Return whether the passes went over this graph."""
+    return any(notes(node).state("precision") for node in gm.graph.nodes)

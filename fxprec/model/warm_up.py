@@ -1,4 +1,4 @@
-"""Capture at convert time from example inputs, leaving no trace on them, on the model and on random numbers."""
+"""Run a model and leave no trace on it: to capture from example inputs, or to measure something."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch.nn.parameter import is_lazy
 from fxprec.capture.untouched import ModelState, RandomState, copied_inputs
 from fxprec.errors import FxprecError
 from fxprec.kernels.torch_internals import FakeTensor, is_traceable_wrapper_subclass
-from fxprec.model.conversion import Conversion
+from fxprec.model.conversion import Conversion, conversion_of
 from fxprec.passes.torch_internals import unlogged
+from fxprec.scaling.gradients import late_hooks_aside
 from fxprec.torch_internals import NormBase, preserve_version_counter
 
 #: Integers by their size in bytes.
@@ -104,6 +105,33 @@ def _untouched(module: nn.Module, conversion: Conversion) -> Iterator[None]:
             conversion.store.mark_stale()  # a version that a shadow knows may come again, with other values
         state.restore()
         random.restore()
+
+
+@contextlib.contextmanager
+def kept(model: nn.Module) -> Iterator[None]:
+    """Give a model no gradients while the context lasts, and put all back after it, random number generators too.
+
+    A backward of a call that was made before finds what it read. Nobody hears of gradients that are accumulated
+    within: such hooks step optimizers.
+    """
+    conversion = conversion_of(model)
+    state, random, calls = ModelState(model), RandomState(), conversion.calls
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    writes = any(captured.program.writes_weights for captured in conversion.captured)
+    written = [*model.buffers(), *(model.parameters() if writes else ())]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with late_hooks_aside(parameter for parameter, _ in gradients), values_kept(written):
+            yield
+    finally:
+        if writes:
+            conversion.store.mark_stale()  # a version that a shadow knows may come again, with other values
+        state.restore()
+        random.restore()
+        conversion.calls = calls
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 @contextlib.contextmanager

@@ -17,9 +17,10 @@ from fxprec.inspection.measured import subject_of
 from fxprec.inspection.nodes import op_name, places
 from fxprec.inspection.prices import Prices, sized
 from fxprec.model.conversion import conversion_of
+from fxprec.model.warm_up import kept
 from fxprec.numerics.births import Swallow
 from fxprec.numerics.ledger import GradientError, Ledger, OpPart, Row, Sample, ordered
-from fxprec.numerics.problem import Batch, Loss, Problem, kept, not_in_inference_mode
+from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
 from fxprec.numerics.routes import OwnWay, Routes, own_way
 from fxprec.numerics.savings import MEASURED, with_savings
 from fxprec.numerics.step import compared

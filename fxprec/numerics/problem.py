@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,13 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.capture.pytrees import leaves_of
-from fxprec.capture.untouched import ModelState, RandomState
 from fxprec.errors import ConversionError
 from fxprec.model.conversion import conversion_of
 from fxprec.model.method_names import named_methods
 from fxprec.model.module import attach, take_off
-from fxprec.model.warm_up import values_kept
-from fxprec.scaling.gradients import late_hooks_aside
 from fxprec.torch_internals import tree_map_only
 
 P = ParamSpec("P")
@@ -164,33 +160,6 @@ class Problem:
             yield tree_map_only(Tensor, lambda x: x.clone() if x.is_inference() else x, batch)
         if empty:
             raise ValueError("there is no batch: the list is empty, or an iterator that was used up")
-
-
-@contextlib.contextmanager
-def kept(model: nn.Module) -> Iterator[None]:
-    """Give a model no gradients while the context lasts, and put all back after it, random number generators too.
-
-    A backward of a call that was made before finds what it read. Nobody hears of gradients that are accumulated
-    within: such hooks step optimizers.
-    """
-    conversion = conversion_of(model)
-    state, random, calls = ModelState(model), RandomState(), conversion.calls
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    writes = any(captured.program.writes_weights for captured in conversion.captured)
-    written = [*model.buffers(), *(model.parameters() if writes else ())]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        with late_hooks_aside(parameter for parameter, _ in gradients), values_kept(written):
-            yield
-    finally:
-        if writes:
-            conversion.store.mark_stale()  # a version that a shadow knows may come again, with other values
-        state.restore()
-        random.restore()
-        conversion.calls = calls
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 def converted_anew(model: nn.Module, **changed: Any) -> nn.Module:

@@ -24,8 +24,8 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from fxprec.model.warm_up import kept
 from fxprec.numerics.ledger import Cause, Route
-from fxprec.numerics.problem import kept
 from fxprec.passes.graph.annotations import module_path
 from fxprec.tape.attribution import observe
 from fxprec.tape.operation import Operation, OpOrigin

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.model.conversion import conversion_of, original
+from fxprec.model.warm_up import kept
 from fxprec.numerics.births import (
     Birth,
     Masks,
@@ -39,7 +40,6 @@ from fxprec.numerics.births import (
     is_float,
     share_of,
 )
-from fxprec.numerics.problem import kept
 from fxprec.tape.attribution import Attribution, NodeOf, observe, written_by
 from fxprec.tape.operation import OpOrigin
 from fxprec.tape.recorder import Decision, OpRecorder

@@ -22,11 +22,12 @@ from torch.fx import GraphModule, Node
 from fxprec.errors import ConversionError
 from fxprec.inspection.nodes import op_name, places
 from fxprec.model.conversion import conversion_of
+from fxprec.model.warm_up import kept
 from fxprec.numerics.audit import InputErrors, NotFiniteError, ledger_of
 from fxprec.numerics.ledger import Ledger
 from fxprec.numerics.locate import keep_finite
 from fxprec.numerics.overrides import Words, in_fewer_lines, overridden
-from fxprec.numerics.problem import Batch, Loss, Problem, kept, not_in_inference_mode, under
+from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode, under
 from fxprec.numerics.tuned import Figures, Line, Tuned
 from fxprec.passes.context import Context
 from fxprec.passes.costs.device_costs import DeviceCosts

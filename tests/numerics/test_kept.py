@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxprec
+from fxprec.model.warm_up import kept
 from fxprec.numerics import audit, locate, ranges, tune
-from fxprec.numerics.problem import kept
 
 pytestmark = pytest.mark.filterwarnings("ignore::fxprec.SlowDtypeWarning")
 

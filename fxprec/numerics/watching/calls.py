@@ -24,10 +24,11 @@ from fxprec.capture.untouched import RandomState
 from fxprec.host_reads import OnHost
 from fxprec.model.conversion import Conversion
 from fxprec.model.method_names import MethodName
+from fxprec.model.warm_up import kept
 from fxprec.numerics.births import Source, is_finite
 from fxprec.numerics.finding import Trip
 from fxprec.numerics.locate import fault_of
-from fxprec.numerics.problem import gradients_of, kept
+from fxprec.numerics.problem import gradients_of
 from fxprec.numerics.step import Results, TrainingStep
 from fxprec.numerics.watching.verdicts import Numbers
 from fxprec.passes.graph.annotations import notes, weight_path
