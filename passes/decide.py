@@ -18,7 +18,7 @@ After: ``meta["precision"]``::
     %exp      float32   float32   float32   full
 
 ``placement`` chooses between the cheapest casts (``mincut``) and torch.autocast's (``autocast``). With
-costs of the device, LOW ops that do not pay are FULL (``pays``). What the levels mean for both:
+costs of the device, LOW ops that do not pay are FULL. What the levels mean for both:
 
 ====  ===============================================================================================================
 O0    every op is KEEP (the policy says so)
@@ -52,9 +52,8 @@ from torch.fx import GraphModule
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.graph.annotations import graph_notes, notes
 from fxprec.passes.placement.autocast import place_as_autocast
-from fxprec.passes.placement.mincut import place_by_cut
+from fxprec.passes.placement.mincut import ops_kept_in_fp32, place_by_cut
 from fxprec.passes.placement.origins import taken_for_floats
-from fxprec.passes.placement.pays import ops_kept_in_fp32
 
 
 def decide(gm: GraphModule, context: Context) -> PassResult:

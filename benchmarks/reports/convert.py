@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node, Tracer, symbolic_trace
 
 import fxprec
-import fxprec.model.captured
+import fxprec.programs.packed_weights
 from fxprec.capture.capturing import fewer_collections
 from fxprec.capture.symbolic.trace import trace_static
 from fxprec.kernels.rows.program.layout import spec_of
@@ -253,7 +253,7 @@ def _passes_timed() -> Iterator[list[tuple[int, float]]]:
         spent.append((nodes, time.process_time() - started))
         return result
 
-    with mock.patch.object(fxprec.model.captured, "run_passes", timed):
+    with mock.patch.object(fxprec.programs.packed_weights, "run_passes", timed):
         yield spent
 
 

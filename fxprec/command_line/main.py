@@ -13,7 +13,6 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import nn
 
-import fxprec.numerics as numerics
 from fxprec.command_line import calibrate
 from fxprec.command_line.target import Target, TargetError, load, told
 from fxprec.command_line.waiting import Waiting
@@ -23,7 +22,10 @@ from fxprec.errors import FxprecError, FxprecWarning
 from fxprec.inspection.headline import Headline
 from fxprec.inspection.report import Report, report
 from fxprec.model.conversion import is_converted
+from fxprec.numerics.audit import audit
+from fxprec.numerics.locate import locate
 from fxprec.numerics.problem import Batch, Problem, under
+from fxprec.numerics.ranges import ranges
 from fxprec.numerics.tune import search
 from fxprec.passes.policy.policy import Policy
 from fxprec.scaling.loss_scaler import LossScaler
@@ -242,7 +244,7 @@ def _audit(options: argparse.Namespace, waiting: Waiting) -> int:
     target = _target(options, waiting)
     batches = waiting.count("batches", target.batches)
     how = {name: getattr(options, name) for name in ("gradients", "method", "routes", "savings")}
-    found = numerics.audit(target.model, batches, target.loss, **how)
+    found = audit(target.model, batches, target.loss, **how)
     tell(options, found)
     if options.html is not None:
         _write_page(options.html, report(target.model), ledger=found)
@@ -254,7 +256,7 @@ def _locate(options: argparse.Namespace, waiting: Waiting) -> int:
     scaler = _scaler(options)
     count = len(target.batches)
     for number, batch in enumerate(waiting.count("batches", target.batches), 1):
-        if (found := numerics.locate(target.model, batch, target.loss, scaler, method=options.method)) is not None:
+        if (found := locate(target.model, batch, target.loss, scaler, method=options.method)) is not None:
             tell(options, {"batch": number, **found.to_dict()}, f"batch {number} of {count}: {found}")
             return 1
     looked = "the 1 batch" if count == 1 else f"the {count} batches"
@@ -265,7 +267,7 @@ def _locate(options: argparse.Namespace, waiting: Waiting) -> int:
 def _ranges(options: argparse.Namespace, waiting: Waiting) -> int:
     target = _target(options, waiting)
     batches = waiting.count("batches", target.batches)
-    found = numerics.ranges(target.model, batches, target.loss, _scaler(options))
+    found = ranges(target.model, batches, target.loss, _scaler(options))
     tell(options, found)
     if options.html is not None:
         _write_page(options.html, report(target.model), ranges=found)

@@ -48,7 +48,7 @@ def assert_annotations_hold(model: nn.Module, *args: Any, **kwargs: Any) -> None
     ran: list[str] = []
     if is_converted(model):
         # The copy captures anew: only then does every graph of the call go through the patched ``lift``.
-        with torch.random.fork_rng(), mock.patch("fxprec.model.captured.lift", _checking_lift(ran)):
+        with torch.random.fork_rng(), mock.patch("fxprec.programs.packed_weights.lift", _checking_lift(ran)):
             copy.deepcopy(model)(*args, **kwargs)
     elif isinstance(model, GraphModule) and any(notes(node).state("precision") for node in model.graph.nodes):
         with torch.random.fork_rng(), buffers_kept(model):

@@ -12,8 +12,8 @@ from torch.fx import Node
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import Rule, notes
 from fxprec.passes.ops.names import dtype_argument
+from fxprec.passes.placement.mincut import PricedWalk
 from fxprec.passes.placement.op_costs import OpCosts
-from fxprec.passes.placement.pays import PricedWalk
 from fxprec.passes.placement.pins import commutes_with_rounding
 from fxprec.passes.placement.sites import Site, dtype_reference
 from fxprec.passes.placement.solver import CutProblem, Tensor

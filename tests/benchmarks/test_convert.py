@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-import fxprec.model.captured
+import fxprec.programs.packed_weights
 from benchmarks import convert
 from benchmarks.reports import convert as convert_costs
 from benchmarks.reports.convert import (
@@ -115,9 +115,9 @@ def test_what_would_take_too_long_is_left_out(monkeypatch):
 
 @pytest.mark.slow
 def test_a_tiny_run_of_stacks():
-    before = fxprec.model.captured.run_passes
+    before = fxprec.programs.packed_weights.run_passes
     [found] = stacks([2], limit=100.0, groups=QUICK)
-    assert fxprec.model.captured.run_passes is before
+    assert fxprec.programs.packed_weights.run_passes is before
     assert [*found.seconds] == [way for group in QUICK for way in group]
     assert [*found.passes] == ["convert", "convert, dynamo"]
     assert all(0 < spent < min(found.seconds[way]) for way, spent in found.passes.items())

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 import fxprec
-import fxprec.model.captured
+import fxprec.programs.packed_weights
 from fxprec.capture import capturing
 from fxprec.capture.capturing import fewer_collections
 from fxprec.capture.lazy_code import holding, with_code
@@ -125,13 +125,13 @@ class TestCollection:
     @pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
     def test_it_is_seldom_while_a_graph_is_rewritten(self, monkeypatch, capture):
         found = []
-        run_passes = fxprec.model.captured.run_passes
+        run_passes = fxprec.programs.packed_weights.run_passes
 
         def noted(*args):
             found.append(gc.get_threshold())
             return run_passes(*args)
 
-        monkeypatch.setattr(fxprec.model.captured, "run_passes", noted)
+        monkeypatch.setattr(fxprec.programs.packed_weights, "run_passes", noted)
         fxprec.convert(net(), (X,), capture=capture)
         assert found == [(1_000_000, 1_000, 5)] and gc.get_threshold() == (700, 10, 5)
 

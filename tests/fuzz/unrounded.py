@@ -18,8 +18,8 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 import fxprec.capture.dynamo.analysis
-import fxprec.model.captured
 import fxprec.model.conversion
+import fxprec.programs.packed_weights
 from fxprec.passes.graph.casts import CASTS
 from fxprec.programs.program import Executor, Program, lift
 from fxprec.shadows import ShadowStore
@@ -31,7 +31,7 @@ __all__ = ["casts_that_do_not_round", "no_dynamo"]
 def casts_that_do_not_round() -> Iterator[None]:
     """For conversions that are made and called within the block."""
     with (
-        mock.patch.object(fxprec.model.captured, "lift", _lift),
+        mock.patch.object(fxprec.programs.packed_weights, "lift", _lift),
         # FP64 holds FP32, there and back: shadows that are real ones, renewed as ever, and exact
         mock.patch.object(fxprec.model.conversion, "ShadowStore", lambda dtype: ShadowStore(torch.float64)),
         mock.patch.object(fxprec.model.conversion.Conversion, "net_context", lambda self: contextlib.nullcontext()),

@@ -109,14 +109,14 @@ def test_a_wrong_one_is_named():
 
 def test_a_wrong_one_is_named_in_what_a_converted_module_runs(monkeypatch):
     model, _ = fxprec.convert(Net(), INPUTS, dtype=torch.bfloat16)
-    rewrite = fxprec.model.captured.run_passes  # type: ignore[attr-defined]
+    rewrite = fxprec.programs.packed_weights.run_passes  # type: ignore[attr-defined]
 
     def lying(gm, context):
         rewrite(gm, context)
         lie(gm, "softmax")
         return gm
 
-    monkeypatch.setattr("fxprec.model.captured.run_passes", lying)
+    monkeypatch.setattr("fxprec.programs.packed_weights.run_passes", lying)
     with pytest.raises(AssertionError, match=r"node %softmax .*got float32, expected bfloat16"):
         assert_annotations_hold(model, *INPUTS)
 
