@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fxprec.amp.fp16_scaler import DynamicLossScaler, LossScaler
+from fxprec.amp.fp16_scaler import DynamicLossScaler, StaticLossScaler
 from fxprec.errors import LossScaleFloorError
 from fxprec.scaling.gradients import parameters_of
 from fxprec.torch_internals import foreach_copy_
@@ -74,7 +74,7 @@ class FP16_Optimizer:
         self.loss_scaler = (
             DynamicLossScaler(**{**_DYNAMIC, **(dynamic_loss_args or {})})
             if dynamic_loss_scale
-            else LossScaler(static_loss_scale)
+            else StaticLossScaler(static_loss_scale)
         )
         self.optimizer = init_optimizer
         groups = with_masters(init_optimizer)
@@ -256,7 +256,7 @@ class FP16_Optimizer:
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        self.loss_scaler.cur_scale = LossScaler(value).cur_scale
+        self.loss_scaler.cur_scale = StaticLossScaler(value).cur_scale
 
     @property
     def state(self) -> Any:

@@ -18,7 +18,7 @@ from fxprec.scaling.gradients import local_values
 from fxprec.scaling.scale import SMALLEST_SCALE, checked_count, checked_interval, checked_scale
 
 
-class LossScaler:
+class StaticLossScaler:
     """Static loss scale; steps are never skipped. ``scale`` is finite and greater than 0, else ValueError."""
 
     dynamic = False
@@ -67,7 +67,7 @@ class LossScaler:
         return state
 
 
-class DynamicLossScaler(LossScaler):
+class DynamicLossScaler(StaticLossScaler):
     """Loss scale that falls after an overflow and rises after ``scale_window`` good iterations in a row.
 
     Args:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from fxprec.amp.fp16_scaler import DynamicLossScaler, LossScaler
+from fxprec.amp.fp16_scaler import DynamicLossScaler, StaticLossScaler
 from fxprec.errors import LossScaleFloorError
 
 INF = float("inf")
@@ -45,11 +45,11 @@ def test_overflow_is_an_inf_or_nan_in_any_gradient(bad):
     assert not scaler.has_overflow(iter(parameters))
     parameters[1].grad[2] = bad
     assert scaler.has_overflow(parameters)
-    assert not LossScaler().has_overflow(parameters)
+    assert not StaticLossScaler().has_overflow(parameters)
 
 
 def test_a_static_scale_stays():
-    scaler = LossScaler(8)
+    scaler = StaticLossScaler(8)
     scaler.update_scale(True)
     assert scaler.loss_scale == 8.0
 
@@ -57,10 +57,10 @@ def test_a_static_scale_stays():
 def test_backward_scales_the_gradients():
     x = torch.ones(2, dtype=torch.float16, requires_grad=True)
     loss = x.sum()
-    LossScaler(2.0**10).backward(loss, retain_graph=True)
-    LossScaler(2.0**10).backward(loss)
+    StaticLossScaler(2.0**10).backward(loss, retain_graph=True)
+    StaticLossScaler(2.0**10).backward(loss)
     assert x.grad.tolist() == [2.0**11] * 2
-    hook = LossScaler(4.0).scale_gradient(None, (torch.ones(1), torch.zeros(1)), None)
+    hook = StaticLossScaler(4.0).scale_gradient(None, (torch.ones(1), torch.zeros(1)), None)
     assert [g.item() for g in hook] == [4.0, 0.0]
 
 
@@ -87,7 +87,7 @@ def test_numbers_out_of_range_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         DynamicLossScaler(**options)
     with pytest.raises(ValueError, match="scale"):
-        LossScaler(-2.0)
+        StaticLossScaler(-2.0)
 
 
 @pytest.mark.parametrize(
