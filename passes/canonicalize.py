@@ -13,7 +13,8 @@ After::
 
 ``f(..., out=y)`` becomes ``write_out(y, f(...))`` in the same way. In-place ops that follow or promote (``relu_``,
 ``add_``, ``x[i] = y``) stay: they run in whatever dtype their target has. Of views and in-place ops, ``f(input=x)``
-becomes ``f(x)``: who asks what shares memory looks at the first argument. ``x.type(h.type())`` becomes ``x.to(h)``.
+becomes ``f(x)``: who asks what shares memory looks at the first argument. ``x.type(h.type())`` becomes ``x.to(h)``, and
+``h.to(h.dtype)`` is ``h`` itself.
 ``linear_cross_entropy`` becomes a product and a loss (``losses``).
 """
 
@@ -50,6 +51,7 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
             continue
         changed |= _first_by_position(node, op)
         if op.name == "to":
+            changed |= _cast_to_own_dtype(node)
             continue
         if op.in_place and op.name not in ("copy", "setitem") and has_dtype_of_its_own(node, op, context):
             write_by_copy(gm, node, op)
@@ -73,6 +75,19 @@ def _cast_by_tensor(node: Node) -> bool:
     node.target, node.args, node.kwargs = "to", (node.args[0], named.args[0], *node.args[2:]), rest
     if not named.users:
         node.graph.erase_node(named)
+    return True
+
+
+def _cast_to_own_dtype(node: Node) -> bool:
+    """Let readers of ``h.to(h.dtype)``, or ``h.type_as(h)``, read ``h``, which it gives."""
+    own, *others = [*node.args, *node.kwargs.values()]
+    named = others[0] if len(others) == 1 else None
+    if isinstance(named, Node) and named.target in (getattr, "type") and named.args in ((own,), (own, "dtype")):
+        named = own
+    if not isinstance(named, Node) or named is not own:
+        return False
+    node.replace_all_uses_with(named)
+    node.graph.erase_node(node)
     return True
 
 

@@ -146,6 +146,17 @@ def new_cast(function: object, source: Node, dtype: torch.dtype, why: str) -> No
     return new
 
 
+def cast_behind(source: Node, recorded: Mapping[Node, bool], why: str) -> Node:
+    """Return a cast of a value to FP32, right behind it: the one that there is in its grad mode, or a new one."""
+    function = cast_if_float if notes(source).dtype is UNKNOWN else cast
+    for user in source.users:
+        if user.target is function and user.args == (source, torch.float32) and recorded.get(user) is recorded[source]:
+            source.append(user)
+            return user
+    with source.graph.inserting_after(source):
+        return new_cast(function, source, torch.float32, why)
+
+
 def actual_dtype(node: Node) -> torch.dtype | None:
     """The float dtype a node's value has in the rewritten graph, None where it is no float that a policy touches."""
     return notes(node).precision.output

@@ -52,6 +52,7 @@ from fxprec.passes.insert_casts import HANDED_ON, actual_dtype, new_cast
 from fxprec.passes.ops.aliases import alias_roots, written_by, written_roots
 from fxprec.passes.ops.names import cast_target, is_idle_dropout
 from fxprec.passes.ops.table import facts_at
+from fxprec.passes.placement.sites import dtype_reference
 
 
 def keep_returned(gm: GraphModule, context: Context) -> PassResult:
@@ -143,11 +144,11 @@ def _route_readers(graph: Graph, handed_out: list[Node], recorded: Mapping[Node,
         last.update((roots[target], node) for target in written_by(node))
     for returned in handed_out:
         source = widened(returned)
-        if source is None or source.op == "placeholder" or not recorded.get(source):  # or it was made here
+        if source is None or source.op == "placeholder" or not recorded.get(_same_tensor(source)[0]):
             continue
-        after = last.get(roots[source], source)
-        if position[after] < position[source]:
-            after = source
+        after = max(last.get(roots[source], source), source)
+        while after.op != "output" and not recorded.get(after, True):  # a cast under no_grad would end the gradient
+            after = after.next
         readers = [
             (user, same)
             for same in _same_tensor(source)
@@ -163,13 +164,25 @@ def _route_readers(graph: Graph, handed_out: list[Node], recorded: Mapping[Node,
 def _given_back(node: Node) -> Node | None:
     """Return the argument that an op gives back where there is nothing to do; None: it always makes something else."""
     inner = node.args[0] if node.args else None
-    if not facts_at(node).itself or not isinstance(inner, Node) or node.all_input_nodes != [inner]:
-        return None
-    if cast_target(node) is not None or (facts_at(node).random and not is_idle_dropout(node)):
+    if not isinstance(inner, Node) or not (_casts_as_another(node) or _may_do_nothing(node)):
         return None
     original = inner.args[0] if _is_narrowed(inner) else inner  # a cast of ours states the dtype that it gives
     alike = actual_dtype(inner) is actual_dtype(node) and notes(original).dtype == notes(node).dtype  # type: ignore[arg-type]
     return inner if alike else None
+
+
+def _may_do_nothing(node: Node) -> bool:
+    facts, name = facts_at(node), notes(node).op.name
+    if name == "getattr":
+        return node.args[1:] == ("real",)
+    if not facts.itself or len(node.all_input_nodes) != 1 or cast_target(node) is not None:
+        return False
+    return not facts.random or is_idle_dropout(node)
+
+
+def _casts_as_another(node: Node) -> bool:
+    """Return whether a node is ``x.type_as(y)``, or ``x.to(y.dtype)``, which is ``x`` where both have one dtype."""
+    return notes(node).op.name == "to" and not notes(node).inserted and dtype_reference(node) is not None
 
 
 def _may_be_one_tensor(node: Node) -> list[Node]:
@@ -199,6 +212,14 @@ def _compute_wide(returned: Node, source: Node) -> tuple[Node, bool]:
         return returned, False
     wide = _cast_beside(source, returned)
     above[-1].replace_input_with(source, wide)
+    for node in [node for node in above if _casts_as_another(node)]:  # to what was low, and is FP32 now
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        above.remove(node)
+        graph.erase_node(node)
+    if not above:
+        returned.replace_all_uses_with(wide)
+        graph.erase_node(returned)
+        return wide, True
     for node in above:
         others = [user for user in node.users if user is not returned and user not in above]
         low = _cast_back(node, node) if others else node

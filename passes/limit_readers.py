@@ -44,13 +44,14 @@ from fxprec.passes.graph.annotations import UNKNOWN, leaves, notes
 from fxprec.passes.graph.casts import cast, cast_if_float
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.new_node import set_arguments
-from fxprec.passes.insert_casts import actual_dtype, new_cast
+from fxprec.passes.insert_casts import actual_dtype, cast_behind, new_cast
 from fxprec.passes.ops.aliases import written_memory
 from fxprec.passes.ops.table import facts_at
 from fxprec.passes.placement.sites import Learned, carries_float, learned_values
 
 #: Of a low copy: queries, keys and values share one. A sum of so many terms is about as exact as each of them.
 READERS: Final = 4
+_WHY: Final = f"at most {READERS} readers share a low copy"
 _LOW: Final = (torch.float16, torch.bfloat16)
 
 
@@ -127,7 +128,7 @@ def _split(node: Node, readers: list[Node], recorded: Mapping[Node, bool]) -> No
         for _ in range(uses(reader, node)):
             if not left:
                 if source is None:
-                    source = last = _widened(node, function, recorded)
+                    source = last = cast_behind(node, recorded, _WHY)
                 # Right behind the value, in its grad mode: a reader may stand under no_grad.
                 copy = last = _cast(source, actual_dtype(node), function, last)
                 left = READERS
@@ -136,19 +137,10 @@ def _split(node: Node, readers: list[Node], recorded: Mapping[Node, bool]) -> No
         _read(reader, node, iter(copies))
 
 
-def _widened(node: Node, function: object, recorded: Mapping[Node, bool]) -> Node:
-    """Return a cast of the value to FP32, right behind it: the one that there is, or a new one."""
-    for user in node.users:
-        if user.target is function and user.args == (node, torch.float32) and recorded.get(user):
-            node.append(user)
-            return user
-    return _cast(node, torch.float32, function, node)
-
-
 def _cast(source: Node, dtype: torch.dtype | None, function: object, after: Node) -> Node:
     assert dtype is not None
     with source.graph.inserting_after(after):
-        return new_cast(function, source, dtype, f"at most {READERS} readers share a low copy")
+        return new_cast(function, source, dtype, _WHY)
 
 
 def _read(reader: Node, value: Node, copies: Iterator[Node]) -> None:

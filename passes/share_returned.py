@@ -18,18 +18,23 @@ After::
     %getitem_1: float32 = getitem(%linear_f32, 0)
     return (%linear_f32, %getitem_1)
 
-Left alone are memory that the graph writes to, and views in another grad mode than what is returned. Two views of a
-value that is not returned itself stay two tensors.
+Two views of a value that is not returned itself (``h[0]`` and ``h[:2]``) are views of a cast of it, unless they are
+different parts: different numbers of one dimension, or of what a ``chunk`` gives. Left alone are memory that the graph
+writes to, and views in another grad mode than what is returned.
 """
 
 from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from itertools import combinations
 
 import torch
 from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context, PassResult, bodies_last
-from fxprec.passes.graph.annotations import Arrival, nested, notes
+from fxprec.passes.graph.annotations import Arrival, Special, nested, notes
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes, returned_values
+from fxprec.passes.insert_casts import cast_behind
 from fxprec.passes.keep_returned import widened
 from fxprec.passes.ops.aliases import written_memory
 from fxprec.passes.ops.table import facts_at
@@ -39,34 +44,74 @@ from fxprec.passes.ops.table import facts_at
 def share_returned(gm: GraphModule, context: Context) -> PassResult:
     """Replace the casts of returned views by views of the casts of what they are views of."""
     casts = {wide: source for wide in returned_values(gm.graph) if (source := widened(wide)) is not None}
-    found = _views(casts) if len(casts) > 1 else []
-    if not found or context.policy.level == "O0":
+    chains = {wide: _chain(source) for wide, source in casts.items()}
+    if len(casts) < 2 or context.policy.level == "O0" or not any(len(chain) > 1 for chain in chains.values()):
         return PassResult(gm, False)
     recorded = grad_mode_at_nodes(gm.graph, context.gradients)
     roots, written = written_memory(gm.graph)
-    now: dict[Node, Node] = {}  # what became of a cast that others are views of
-    for wide, views, base in found:
-        alike = len({recorded[node] for node in (wide, *views, base)}) == 1
-        if alike and roots[base] not in written:
-            now[wide] = _view_of(now.get(base, base), views, wide)
-    return PassResult(gm, bool(now))
 
+    def may_share(views: list[Node]) -> bool:
+        return len({recorded[node] for node in views}) == 1 and roots[views[0]] not in written
 
-def _views(casts: dict[Node, Node]) -> list[tuple[Node, list[Node], Node]]:
-    """Find each returned cast of a view, the views that lead to it from another returned cast, and that one."""
     returned_as = {source: wide for wide, source in casts.items()}
     for wide in casts:  # readers of what is returned read it through a cast back (``keep_returned``)
         returned_as |= {user: wide for user in wide.users if notes(user).returns}
-    found = []
-    for wide, source in casts.items():
-        views: list[Node] = []
-        node: Node | None = source
-        while node is not None and (not views or node not in returned_as):
-            views.insert(0, node)
-            node = _viewed(node)
-        if node is not None:
-            found.append((wide, views, returned_as[node]))
-    return found
+    for base in _common_bases(chains, returned_as):
+        if all(may_share([wide, *chain]) for wide, chain in chains.items() if base in chain):
+            returned_as[base] = new = cast_behind(base, recorded, "views of it are returned")
+            recorded[new] = recorded[base]
+    now: dict[Node, Node] = {}  # what became of a cast that others are views of
+    for wide, chain in chains.items():
+        above = next((number for number, node in enumerate(chain) if number and node in returned_as), None)
+        if above is not None and may_share([wide, *chain[:above], base := returned_as[chain[above]]]):
+            now[wide] = _view_of(now.get(base, base), chain[:above][::-1], wide)
+    return PassResult(gm, bool(now))
+
+
+def _chain(source: Node) -> list[Node]:
+    """Return a value and what it is a view of, the nearest first."""
+    chain = [source]
+    while (node := _viewed(chain[-1])) is not None:
+        chain.append(node)
+    return chain
+
+
+def _common_bases(chains: Mapping[Node, list[Node]], returned: Container[Node]) -> list[Node]:
+    """Find values that are not returned themselves, but several views that may have elements in common."""
+    by_root: dict[Node, list[list[Node]]] = {}
+    for chain in chains.values():
+        by_root.setdefault(chain[-1], []).append(chain)
+    found: dict[Node, None] = {}
+    for one, other in (pair for alike in by_root.values() for pair in combinations(alike, 2)):
+        base = next(node for node in one if node in other)
+        parts = [chain[chain.index(base) - 1] for chain in (one, other) if chain[0] is not base]
+        shown = any(node in returned for chain in (one, other) for node in chain[1:])
+        if len(parts) == 2 and not shown and isinstance(notes(base).dtype, torch.dtype | Special):
+            if not are_apart(*parts):
+                found[base] = None
+    return list(found)
+
+
+def are_apart(one: Node, other: Node) -> bool:
+    """Return whether two views of a value are known to have no element in common: ``h[:, 0]`` and ``h[:, 1:]``."""
+    if notes(one).op.name != notes(other).op.name or notes(one).op.name not in ("getitem", "select"):
+        return False
+    if notes(one).op.name == "select":
+        return one.args[:2] == other.args[:2] and one.args != other.args
+    indices = [node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],) for node in (one, other)]
+    for a, b in zip(*indices, strict=False):
+        if not isinstance(a, int | slice) or not isinstance(b, int | slice):
+            return False  # None and ... move what comes behind them
+        if _ends_before(a, b) or _ends_before(b, a):
+            return True
+    return False
+
+
+def _ends_before(one: int | slice, other: int | slice) -> bool:
+    """Return whether all places of the one come before those of the other, as far as numbers from one end tell."""
+    stop = one.stop if isinstance(one, slice) else one + 1 or None
+    start = (other.start or 0) if isinstance(other, slice) else other
+    return type(stop) is int and type(start) is int and (stop < 0) is (start < 0) and stop <= start
 
 
 def _viewed(node: Node) -> Node | None:

@@ -5,6 +5,10 @@
     %b = exp_(%a)                 ->    %exp = exp(%a)
                                         %b = copy_(%a, %exp)
 
+    %b = pow_(%a, 2)              ->    %clone = clone(%a)               # which the backward of pow reads
+                                        %pow = pow(%clone, 2)
+                                        %b = copy_(%a, %pow)
+
     %b = matmul(%x, %y, out=%c)   ->    %matmul = matmul(%x, %y)
                                         %b = write_out(%c, %matmul)      # resizes %c as torch does
 """
@@ -13,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule, Node
@@ -26,6 +30,11 @@ from fxprec.passes.graph.casts import write_out
 from fxprec.passes.ops.spellings import RESULT_FIELDS
 from fxprec.passes.ops.table import facts_at, facts_of, rule_of
 from fxprec.passes.torch_internals import OpOverload
+
+#: Ops whose backward does not read what they overwrite, but their result, or nothing of either.
+_DONE_WITH_INPUT: Final = frozenset(
+    "exp exp2 expm1 sqrt rsqrt reciprocal sigmoid tanh tan relu addmm addbmm baddbmm addmv addr".split()
+)
 
 
 def is_in_place(node: Node, op: Op) -> bool:
@@ -53,8 +62,12 @@ def write_by_copy(gm: GraphModule, node: Node, op: Op) -> None:
             f"%{node.name}{where}: the policy wants a dtype for {op.name!r}, which writes in place and has no form "
             "that does not. It runs in the dtype of what it writes: name the op that makes that tensor instead"
         )
+    target, args, kwargs = twin
     with gm.graph.inserting_before(node):
-        value = gm.graph.create_node(node.op, *twin)
+        if op.name not in _DONE_WITH_INPUT:
+            args = (gm.graph.call_method("clone", args[:1]), *args[1:])
+            args[0].meta = {**node.meta, "op": Op("clone")}
+        value = gm.graph.create_node(node.op, target, args, kwargs)
         written = gm.graph.call_method("copy_", (node.args[0], value))
     _finish(node, value, written, op)
 

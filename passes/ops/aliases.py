@@ -72,7 +72,8 @@ def shared_sources(node: Node) -> Iterator[Node]:
         return
     op = notes(node).op
     if is_higher_order(node.target):
-        yield from (operand for operand, _, given_back in _operands(node) if given_back)
+        hooked = node.args[:1] if node.target.name() == "register_hook" else ()  # what reads it later reads this
+        yield from (*hooked, *(operand for operand, _, given_back in _operands(node) if given_back))  # type: ignore[misc]
         return
     if (name := numpy_call(node.target)) is not None:
         if name not in _NUMPY_NEW or _takes_out(node):
@@ -89,7 +90,7 @@ def shared_sources(node: Node) -> Iterator[Node]:
 
 
 def written_by(node: Node) -> Iterator[Node]:
-    """The arguments that a call writes to, as far as its name or schema tells."""
+    """The arguments that a call writes to, as far as its name or schema tells, or whose very memory it is to have."""
     if not node.op.startswith("call"):
         return
     op = notes(node).op
@@ -99,7 +100,7 @@ def written_by(node: Node) -> Iterator[Node]:
     elif not by_name and (name := numpy_call(node.target)) is not None:
         if name not in _NUMPY_NEW | _NUMPY_VIEWS or _takes_out(node):
             yield from node.all_input_nodes
-    elif op.in_place:
+    elif op.in_place or facts_of(op.name).strides:
         yield from (source for port, source in arg_nodes(node) if port == 0)
     elif (writes := facts_of(op.name).writes) is not None:
         flag = argument(node, *writes.flag)

@@ -78,6 +78,21 @@ def written(m: Net, x: Tensor) -> Any:
     return m.b(h), h
 
 
+def written_without_gradients(m: Net, x: Tensor) -> Any:
+    """The returned cast comes behind the write, but not in its grad mode."""
+    h = m.a(x)
+    with torch.no_grad():
+        h.clamp_(-0.5, 0.5)
+        h[0] = 0.25
+    return m.b(h), h
+
+
+def cast_to_its_own_dtype(m: Net, x: Tensor) -> Any:
+    h = m.a(x)
+    g = h.to(h.dtype)
+    return m.b(h) + m.b(g), g, h.type_as(h), h.type(h.dtype), h.real
+
+
 def residual(m: Net, x: Tensor) -> Any:
     h = m.a(x)
     y = h + m.norm(h)
@@ -189,7 +204,8 @@ def stored(m: Net, x: Tensor) -> Any:
 
 
 FUNCTIONS = [
-    product, activation, several, widened, normalized, pointwise, viewed, chunked, written, residual, named,
+    product, activation, several, widened, normalized, pointwise, viewed, chunked, written, written_without_gradients,
+    cast_to_its_own_dtype, residual, named,
     checkpointed, checkpointed_twice, broken, broken_later, stored, contiguous, idle_dropout, itself_in_many_ways,
     itself_read_again, contiguous_or_not, one_of_several, one_of_several_more, there_and_back,
 ]  # fmt: skip

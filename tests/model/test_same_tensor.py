@@ -109,7 +109,25 @@ def in_a_checkpoint(m, x):
     return checkpoint(body, m.a(x), use_reentrant=False)
 
 
+def written_through_a_view(m, x):
+    h = m.a(x)
+    row = h[0]
+    h.register_hook(thrice)
+    row.zero_()
+    return m.b(h)
+
+
+def on_a_view_that_is_written(m, x):
+    h = m.a(x)
+    flat = h.view(-1)
+    flat.register_hook(thrice)
+    flat *= 1.5
+    return m.b(h)
+
+
 HOOKED = [
+    written_through_a_view,
+    on_a_view_that_is_written,
     after_use,
     zeroed,
     clamped,

@@ -103,6 +103,25 @@ def test_it_shares_memory_and_costs_no_cast(tools, shared, function, gradients):
     assert len({view.untyped_storage().data_ptr() for view in views}) == 1
 
 
+def overlapping(x, w, v):
+    h = F.linear(x, w)
+    return h[0], h[:2]
+
+
+def from_both_ends(x, w, v):
+    h = F.linear(x, w)
+    return h[:, 1:], h[:, :-1]
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("function", [overlapping, from_both_ends])
+def test_views_with_elements_in_common_share_memory(tools, shared, function, gradients):
+    text = shared(function, gradients=gradients)
+    assert text.count("= to(") == 3  # of x, of w, of what they are views of
+    results = tools.rewritten(tools.traced(function, X, W, V), tools.context(gradients=gradients))(X, W, V)
+    assert len({view.untyped_storage().data_ptr() for view in results}) == 1
+
+
 def alone(x, w, v):
     h = F.linear(x, w)
     return h[0], F.linear(h, v)
@@ -125,7 +144,12 @@ def copied(x, w, v):
     return h, h[0].clone(), torch.relu(h)
 
 
-@pytest.mark.parametrize("function", [alone, apart, written, copied])
+def columns(x, w, v):
+    h = F.linear(x, w)
+    return h[:, 0], h[:, 1:3], h[:, 3]
+
+
+@pytest.mark.parametrize("function", [alone, apart, written, copied, columns])
 def test_others_are_as_they_were(shared, function):
     assert shared(function) == ""
 
