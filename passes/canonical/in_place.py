@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -30,11 +30,6 @@ from fxprec.passes.graph.casts import write_out
 from fxprec.passes.ops.spellings import RESULT_FIELDS
 from fxprec.passes.ops.table import facts_at, facts_of, rule_of
 from fxprec.passes.torch_internals import OpOverload
-
-#: Ops whose backward does not read what they overwrite, but their result, or nothing of either.
-_DONE_WITH_INPUT: Final = frozenset(
-    "exp exp2 expm1 sqrt rsqrt reciprocal sigmoid tanh tan relu addmm addbmm baddbmm addmv addr".split()
-)
 
 
 def is_in_place(node: Node, op: Op) -> bool:
@@ -64,7 +59,7 @@ def write_by_copy(gm: GraphModule, node: Node, op: Op) -> None:
         )
     target, args, kwargs = twin
     with gm.graph.inserting_before(node):
-        if op.name not in _DONE_WITH_INPUT:
+        if not facts_of(op.name).overwritable:
             args = (gm.graph.call_method("clone", args[:1]), *args[1:])
             args[0].meta = {**node.meta, "op": Op("clone")}
         value = gm.graph.create_node(node.op, target, args, kwargs)

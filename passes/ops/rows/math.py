@@ -93,6 +93,7 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("neg abs", exact=True),
     facts("sqrt rsqrt log log2 log10 reciprocal pow", singular=0),
     facts("exp exp2 expm1", exponential=True),
+    facts("exp exp2 expm1 sqrt rsqrt reciprocal tan", overwritable=True),
     facts("sqrt", guard="x.clamp(min=1e-6).sqrt()  # an eps inside the root: its slope has no end at 0"),
     facts("rsqrt", guard="x.clamp(min=1e-6).rsqrt()  # an eps inside the root"),
     facts("reciprocal", guard="x.clamp(min=1e-3).reciprocal()  # an eps in the divisor; of a divisor with both signs "
