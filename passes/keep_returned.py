@@ -52,7 +52,6 @@ from fxprec.passes.insert_casts import HANDED_ON, actual_dtype, new_cast
 from fxprec.passes.ops.aliases import alias_roots, written_by, written_roots
 from fxprec.passes.ops.names import cast_target, is_idle_dropout
 from fxprec.passes.ops.table import facts_at
-from fxprec.passes.placement.sites import dtype_reference
 
 
 def keep_returned(gm: GraphModule, context: Context) -> PassResult:
@@ -164,7 +163,7 @@ def _route_readers(graph: Graph, handed_out: list[Node], recorded: Mapping[Node,
 def _given_back(node: Node) -> Node | None:
     """Return the argument that an op gives back where there is nothing to do; None: it always makes something else."""
     inner = node.args[0] if node.args else None
-    if not isinstance(inner, Node) or not (_casts_as_another(node) or _may_do_nothing(node)):
+    if not isinstance(inner, Node) or not _may_do_nothing(node):
         return None
     original = inner.args[0] if _is_narrowed(inner) else inner  # a cast of ours states the dtype that it gives
     alike = actual_dtype(inner) is actual_dtype(node) and notes(original).dtype == notes(node).dtype  # type: ignore[arg-type]
@@ -178,11 +177,6 @@ def _may_do_nothing(node: Node) -> bool:
     if not facts.itself or len(node.all_input_nodes) != 1 or cast_target(node) is not None:
         return False
     return not facts.random or is_idle_dropout(node)
-
-
-def _casts_as_another(node: Node) -> bool:
-    """Return whether a node is ``x.type_as(y)``, or ``x.to(y.dtype)``, which is ``x`` where both have one dtype."""
-    return notes(node).op.name == "to" and not notes(node).inserted and dtype_reference(node) is not None
 
 
 def _may_be_one_tensor(node: Node) -> list[Node]:
@@ -212,14 +206,6 @@ def _compute_wide(returned: Node, source: Node) -> tuple[Node, bool]:
         return returned, False
     wide = _cast_beside(source, returned)
     above[-1].replace_input_with(source, wide)
-    for node in [node for node in above if _casts_as_another(node)]:  # to what was low, and is FP32 now
-        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-        above.remove(node)
-        graph.erase_node(node)
-    if not above:
-        returned.replace_all_uses_with(wide)
-        graph.erase_node(returned)
-        return wide, True
     for node in above:
         others = [user for user in node.users if user is not returned and user not in above]
         low = _cast_back(node, node) if others else node

@@ -94,11 +94,13 @@ def _common_bases(chains: Mapping[Node, list[Node]], returned: Container[Node]) 
 
 def are_apart(one: Node, other: Node) -> bool:
     """Return whether two views of a value are known to have no element in common: ``h[:, 0]`` and ``h[:, 1:]``."""
-    if notes(one).op.name != notes(other).op.name or notes(one).op.name not in ("getitem", "select"):
+    names, nodes = {notes(one).op.name, notes(other).op.name}, (one, other)
+    if names == {"getitem"}:
+        indices = [node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],) for node in nodes]
+    elif names == {"select"} and one.args[:2] == other.args[:2]:
+        indices = [node.args[2:] for node in nodes]
+    else:
         return False
-    if notes(one).op.name == "select":
-        return one.args[:2] == other.args[:2] and one.args != other.args
-    indices = [node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],) for node in (one, other)]
     for a, b in zip(*indices, strict=False):
         if not isinstance(a, int | slice) or not isinstance(b, int | slice):
             return False  # None and ... move what comes behind them

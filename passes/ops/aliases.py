@@ -100,7 +100,7 @@ def written_by(node: Node) -> Iterator[Node]:
     elif not by_name and (name := numpy_call(node.target)) is not None:
         if name not in _NUMPY_NEW | _NUMPY_VIEWS or _takes_out(node):
             yield from node.all_input_nodes
-    elif op.in_place or facts_of(op.name).strides:
+    elif op.in_place or (facts_of(op.name).strides and _may_have_gaps(node.args[0])):
         yield from (source for port, source in arg_nodes(node) if port == 0)
     elif (writes := facts_of(op.name).writes) is not None:
         flag = argument(node, *writes.flag)
@@ -114,6 +114,15 @@ def written_by(node: Node) -> Iterator[Node]:
             for key in (position, each.name)
         }
         yield from (source for port, source in arg_nodes(node) if port in written)
+
+
+def _may_have_gaps(value: object) -> bool:
+    """Return whether a value may be laid out otherwise than a copy of it: an input, or a part of something."""
+    while isinstance(value, Node) and facts_of(notes(value).op.name).view:
+        if not facts_of(notes(value).op.name).whole and notes(value).op.name != "to":
+            return True
+        value = value.args[0]
+    return isinstance(value, Node) and value.op == "placeholder"
 
 
 def _takes_out(node: Node) -> bool:

@@ -93,6 +93,18 @@ def cast_to_its_own_dtype(m: Net, x: Tensor) -> Any:
     return m.b(h) + m.b(g), g, h.type_as(h), h.type(h.dtype), h.real
 
 
+def cast_back_and_read(m: Net, x: Tensor) -> Any:
+    h = m.a(x)
+    o = torch.relu(h @ h.t() @ h).to(h.dtype)
+    p = m.a(x).type_as(h)
+    return m.b(o) + m.b(p) + m.b(p.to(o)), o, p
+
+
+def strided(m: Net, x: Tensor) -> Any:
+    h = m.a(x)
+    return m.b(h).sum() + h.as_strided((4, 2, 6), (6, 6, 1)).square().sum(), h
+
+
 def residual(m: Net, x: Tensor) -> Any:
     h = m.a(x)
     y = h + m.norm(h)
@@ -205,7 +217,7 @@ def stored(m: Net, x: Tensor) -> Any:
 
 FUNCTIONS = [
     product, activation, several, widened, normalized, pointwise, viewed, chunked, written, written_without_gradients,
-    cast_to_its_own_dtype, residual, named,
+    cast_to_its_own_dtype, cast_back_and_read, strided, residual, named,
     checkpointed, checkpointed_twice, broken, broken_later, stored, contiguous, idle_dropout, itself_in_many_ways,
     itself_read_again, contiguous_or_not, one_of_several, one_of_several_more, there_and_back,
 ]  # fmt: skip

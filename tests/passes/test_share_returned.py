@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from fxprec.passes.graph.text import format_graph
 from fxprec.passes.runner import run_passes
-from fxprec.passes.share_returned import share_returned
+from fxprec.passes.share_returned import are_apart, share_returned
 from fxprec.passes.verify import verify
 
 X, W, V = torch.randn(2, 4), torch.randn(4, 4), torch.randn(4, 4)
@@ -156,3 +156,24 @@ def test_others_are_as_they_were(shared, function):
 
 def test_nothing_happens_at_o0(shared):
     assert shared(first_row, level="O0") == ""
+
+
+APART = {
+    "rows": (lambda h: (h[1], h[2]), True),
+    "from both ends": (lambda h: (h[1], h[-1]), False),
+    "a column and the rest": (lambda h: (h[:, 0], h[:, 1:]), True),
+    "the last and the rest": (lambda h: (h[:, -1], h[:, :-1]), True),
+    "overlapping": (lambda h: (h[:2], h[1:]), False),
+    "behind a new dimension": (lambda h: (h[None, 0], h[None, 1]), False),
+    "selected": (lambda h: (h.select(0, 1), h.select(0, 0)), True),
+    "selected from both ends": (lambda h: (h.select(0, 1), h.select(0, -1)), False),
+    "selected otherwise": (lambda h: (h.select(0, 1), h.select(1, 0)), False),
+    "by two names": (lambda h: (h.select(0, 1), h[0]), False),
+}
+
+
+@pytest.mark.parametrize(("function", "apart"), APART.values(), ids=APART)
+def test_which_views_have_no_element_in_common(tools, function, apart):
+    gm = tools.rewritten(tools.traced(function, X), tools.context(), until="propagate")
+    one, other = gm.graph.output_node().all_input_nodes
+    assert are_apart(one, other) is are_apart(other, one) is apart
