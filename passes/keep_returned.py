@@ -21,9 +21,11 @@ After::
     return (%linear_1_f32, %linear_f32)
 
 A tensor that gets a hook of the user's (``register_hook``) counts as returned: the hook is on what all readers read.
-The way there and back loses nothing. It is taken only where gradients are recorded, and only by a value that is
-returned and read as well. Of memory that is written in place only those count that read it after the last write. A
-checkpoint's body that returns such a value gives it in the wider dtype itself, since its readers are in there.
+So does the user's own cast of a low value, ``h.type_as(x)``, which gives ``h`` in the original; where nobody knows that
+without inputs, ``read_back`` looks at run time. The way there and back loses nothing. It is taken only where gradients
+are recorded, and only by a value that is returned and read as well. Of memory that is written in place only those count
+that read it after the last write. A checkpoint's body that returns such a value gives it in the wider dtype itself,
+since its readers are in there.
 
 At O3 a result of low weights, which the model would widen behind the graph (``cast_for_caller``), is widened in it.
 
@@ -44,7 +46,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.context import Context, PassResult, bodies_last
 from fxprec.passes.graph.annotations import UNKNOWN, Precision, notes
-from fxprec.passes.graph.casts import CASTS, cast, cast_for_caller, cast_if_float
+from fxprec.passes.graph.casts import CASTS, cast, cast_for_caller, cast_if_float, read_back
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes, returned_values
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.graph.subgraphs import body_of
@@ -96,6 +98,8 @@ def _keep_in_each_graph(gm: GraphModule, context: Context) -> PassResult:
 
 def _is_read_as_well(returned: Node) -> bool:
     """Return whether this is a cast of a low value that has other readers, or may have some in a checkpoint's body."""
+    if (named := _cast_as_another(returned)) is not None:
+        return any(len(same.users) > 1 for same in _same_tensor(named[1]))
     source = widened(_very_tensor(returned))
     return source is not None and _has_readers_beside(source)
 
@@ -143,6 +147,8 @@ def _route_readers(graph: Graph, handed_out: list[Node], recorded: Mapping[Node,
         last.update((roots[target], node) for target in written_by(node))
     for returned in handed_out:
         source = widened(returned)
+        if (named := _cast_as_another(returned)) is not None:
+            returned, source = named
         if source is None or source.op == "placeholder" or not recorded.get(_same_tensor(source)[0]):
             continue
         after = max(last.get(roots[source], source), source)
@@ -152,12 +158,47 @@ def _route_readers(graph: Graph, handed_out: list[Node], recorded: Mapping[Node,
             (user, same)
             for same in _same_tensor(source)
             for user in same.users
-            if user is not returned and user.op != "output" and position[user] > position[after]
+            if user is not returned
+            and user.op != "output"
+            and position[user] > position[after]
+            and user.target is not read_back
         ]
+        others = [node for node in returned.all_input_nodes if position[node] > position[after]]
+        if any(
+            notes(node).op.name != "getattr" or position[node.all_input_nodes[0]] > position[after] for node in others
+        ):
+            continue  # the cast cannot stand there: what it is to be like is made later
         if readers and all(position.get(user, 0) > position[after] for user in returned.users):
+            for node in others:
+                after.append(node)
+                after = node
             _read_through(graph, after, returned, readers)
             changed = True
     return changed
+
+
+def _asked(node: Node) -> Node:
+    """Return the tensor of ``x.dtype``, which may be asked for earlier as well; else the node."""
+    return node.all_input_nodes[0] if notes(node).op.name == "getattr" else node
+
+
+def _cast_as_another(returned: Node) -> tuple[Node, Node] | None:
+    """Return the user's cast that is handed out, ``h.type_as(x)`` to FP32, and its low ``h``; None: it is none.
+
+    In the original it gives ``h`` itself where both are FP32, which without inputs nobody knows.
+    """
+    node = _very_tensor(returned)
+    source = node.args[0] if node.args else None
+    while node.target is cast_if_float and notes(node).inserted and isinstance(source, Node):
+        if actual_dtype(source) is not torch.float32:
+            break
+        node, source = source, source.args[0] if source.args else None
+    if notes(node).op.name != "to" or notes(node).inserted or not isinstance(source, Node) or widened(node) is source:
+        return None
+    is_low = actual_dtype(source) in (torch.float16, torch.bfloat16) and actual_dtype(node) is torch.float32
+    only_casts = len(node.args) <= 2 and not node.kwargs.keys() - {"dtype", "other"}
+    infos = {notes(node).dtype, notes(source).dtype}
+    return (node, source) if is_low and only_casts and infos <= {torch.float32, UNKNOWN} else None
 
 
 def _given_back(node: Node) -> Node | None:
@@ -364,9 +405,11 @@ def _cast_back(returned: Node, low: Node) -> Node:
         return returned
     assert dtype is not None
     with graph.inserting_after(returned):
-        function = cast_if_float if unknown else cast
+        named = returned.target not in CASTS and UNKNOWN in (notes(returned).dtype, notes(low).dtype)
+        function = read_back if named else cast_if_float if unknown else cast
         why = f"cast inserted to have {returned.name}, which is returned, on the gradient's path"
         back = new_cast(function, returned, dtype, why)
+    back.args = (returned, low) if named else back.args
     back.meta.update(dtype=UNKNOWN if unknown else dtype, returns=True)
     if "val" in low.meta:
         back.meta["val"] = low.meta["val"]

@@ -38,6 +38,17 @@ def cast_for_caller(x: torch.Tensor, dtype: torch.dtype, *inputs: object) -> tor
     return x if is_low else x.to(dtype)
 
 
+def read_back(wide: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """``wide`` in the dtype of the low value that it is the FP32 cast of; where it turned out otherwise, ``low``.
+
+    For casts of the user's that nobody knows without inputs: ``wide = low.type_as(x)``.
+    """
+    if isinstance(wide, Proxy) or isinstance(low, Proxy):
+        return leaf(read_back, wide, low)
+    was_low = low.dtype in (torch.float16, torch.bfloat16)
+    return wide.to(low.dtype) if was_low and wide.dtype is torch.float32 else low
+
+
 def cast_each(values: Any, dtype: torch.dtype) -> Any:
     """``cast_if_float`` for each tensor of a list, tuple or dict (``x.max(0)``); containers keep their types."""
     if isinstance(values, Proxy):

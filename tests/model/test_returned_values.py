@@ -100,6 +100,26 @@ def cast_back_and_read(m: Net, x: Tensor) -> Any:
     return m.b(o) + m.b(p) + m.b(p.to(o)), o, p
 
 
+def cast_as_another(m: Net, x: Tensor) -> Any:
+    h = m.a(x)
+    y = m.b(h)
+    g = x.new_zeros(5, 6) + m.a(x)
+    z = m.b(g)
+    return y + z, h.type_as(x), g.to(x.dtype)
+
+
+def sum_cast_as_another(m: Net, x: Tensor) -> Any:
+    h = x[:, :1] + m.a(x)
+    y = m.b(h)
+    return y, h.to(x)
+
+
+def sum_cast_by_name(m: Net, x: Tensor) -> Any:
+    h = x[:, :1] + m.a(x)
+    y = m.b(h)
+    return y, h.float()
+
+
 def strided(m: Net, x: Tensor) -> Any:
     h = m.a(x)
     return m.b(h).sum() + h.as_strided((4, 2, 6), (6, 6, 1)).square().sum(), h
@@ -247,6 +267,33 @@ def gradients(model: Any, x: Tensor, call: str = "forward") -> list[Tensor | Non
     first, *others = returned(model, x, call)
     loss = first.float().square().sum()
     return [*torch.autograd.grad(loss, others, allow_unused=True)]
+
+
+CASTS = [cast_as_another, sum_cast_as_another, sum_cast_by_name]
+
+
+@pytest.mark.filterwarnings("ignore::fxprec.FxprecWarning")
+@pytest.mark.parametrize("name", ["default", "autocast's placement", "O0", "O2", "nothing fused", "dynamo"])
+@pytest.mark.parametrize("function", CASTS, ids=lambda function: function.__name__)
+def test_gradients_of_what_is_returned_by_a_cast_that_does_nothing(function: Callable[..., Any], name: str) -> None:
+    test_gradients_of_what_is_returned(function, SETTINGS[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, BF16])
+def test_a_cast_to_what_turned_out_to_be_another_dtype(dtype: torch.dtype) -> None:
+    """Readers of the low value do not read it through that cast."""
+    original, x = Net(product_and_cast), torch.randn(5, 4)
+    like = torch.zeros(1, dtype=dtype)
+    converted, _ = fxprec.convert(copy.deepcopy(original), dtype=BF16)
+    for ours, theirs in zip(converted((x, like)), original((x, like)), strict=True):
+        assert ours.dtype is theirs.dtype
+        assert (ours.double() - theirs.double()).abs().max() <= (1 if dtype is torch.int64 else 0.05)
+
+
+def product_and_cast(m: Net, both: Any) -> Any:
+    x, like = both
+    h = m.a(x)
+    return m.b(h), h.type_as(like)
 
 
 @pytest.mark.filterwarnings("ignore::fxprec.FxprecWarning")
