@@ -67,7 +67,7 @@ def limit_readers(gm: GraphModule, context: Context) -> PassResult:
     learned_values(gm.graph, {}, learned)
     changed = False
     for node in crowded:
-        memory = {roots[node], roots[node.args[0]] if _is_inserted_cast(node) else roots[node]}  # type: ignore[index]
+        memory = {roots[each] for each in (node, *(node.all_input_nodes if _is_inserted_cast(node) else ()))}
         if recorded[node] and memory.isdisjoint(written) and learned[node] in (Learned.TABLE, Learned.WIDENED):
             _split(node, sorted(_readers(node)), recorded)
             changed = True

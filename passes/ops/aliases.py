@@ -72,8 +72,9 @@ def shared_sources(node: Node) -> Iterator[Node]:
         return
     op = notes(node).op
     if is_higher_order(node.target):
-        hooked = node.args[:1] if node.target.name() == "register_hook" else ()  # what reads it later reads this
-        yield from (*hooked, *(operand for operand, _, given_back in _operands(node) if given_back))  # type: ignore[misc]
+        if node.target.name() == "register_hook":  # who reads the tensor later reads this
+            yield node.all_input_nodes[0]
+        yield from (operand for operand, _, given_back in _operands(node) if given_back)
         return
     if (name := numpy_call(node.target)) is not None:
         if name not in _NUMPY_NEW or _takes_out(node):
