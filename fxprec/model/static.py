@@ -61,6 +61,7 @@ class StaticEntry:
     are small, elements of each input up to which they are (``worth``). ``wants_sizes``: regions would have been
     left out if sizes had been known. ``layouts``: of the inputs, where one is sparse. ``single``: place in ``plain`` of
     each tensor of one element -> its dimensions: one of none takes part in promotion otherwise than one of some.
+    ``gradients``: whether they were recorded when it was captured: else no call that records them is served.
     """
 
     captured: Captured
@@ -76,6 +77,7 @@ class StaticEntry:
     wants_sizes: bool
     layouts: tuple[torch.layout, ...] | None
     single: Mapping[int, int]
+    gradients: bool
 
     @classmethod
     def of(cls, capture: StaticCapture, captured: Captured, tensors: tuple[Tensor, ...] | None) -> StaticEntry:
@@ -106,6 +108,7 @@ class StaticEntry:
             wanted,
             _layouts(tensors or ()),
             {place: each.dim() for place, each in enumerate(map(getitem, *plain)) if each.numel() == 1},
+            torch.is_grad_enabled(),
         )
 
     def is_outgrown(self, tensors: tuple[Tensor, ...]) -> bool:
@@ -122,7 +125,7 @@ class StaticEntry:
         """Return whether inputs have the dtypes that the graph was rewritten for, what tracing read still holds, and
         inputs and weights share memory as those did where that matters; and sizes are as its regions want them."""
         if tensors is not None:
-            if self.wants_sizes or self.is_outgrown(tensors):
+            if self.wants_sizes or self.is_outgrown(tensors) or (torch.is_grad_enabled() and not self.gradients):
                 return False
             if self.kinds is None:
                 for tensor, taken_for_float in zip(tensors, self.floats, strict=True):

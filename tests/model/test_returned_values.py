@@ -325,6 +325,15 @@ def test_they_can_be_retained_and_hooked(function: Callable[..., Any]) -> None:
     assert len(seen) == len(others)
 
 
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_a_graph_that_was_captured_without_gradients_does_not_serve_a_call_with_them(capture: Any) -> None:
+    x = torch.randn(5, 4)
+    with torch.no_grad():
+        converted, _ = fxprec.convert(Net(product), dtype=BF16, capture=capture)
+        converted(x)
+    assert all(gradient is not None for gradient in gradients(converted, x))
+
+
 @pytest.mark.filterwarnings("ignore::fxprec.FxprecWarning")
 def test_of_other_methods() -> None:
     model, _ = fxprec.convert(Net(product), dtype=BF16, methods=("scores",))
