@@ -1,10 +1,10 @@
-"""Run the passes in order, log one line for each, and check the result: lint, and the invariants of ``verify``.
+"""Run the passes in order, and log one line for each.
 
-The result is checked once, at the end. A compiler's developer wants to know *which* pass broke it: with the environment
-variable ``FXPREC_VERIFY_EACH=1``, under which the tests run, the result of each pass is checked too. That costs a tenth
-of a conversion, and finds nothing that the end does not find, but names the pass. One that says it changed nothing is
-then held to the annotations that it sets up itself; the end looks at everything, so that one which was wrong about that
-is found out too.
+The last one, ``verify``, checks the result. A compiler's developer wants to know *which* pass broke it: with the
+environment variable ``FXPREC_VERIFY_EACH=1``, under which the tests run, the result of each pass is checked too, by
+torch.fx's lint and by the invariants. That costs a tenth of a conversion, and names the pass. One that says it changed
+nothing is then held to the annotations that it sets up itself; the end looks at everything, so that one which was wrong
+about that is found out too.
 
 torch.fx's own PassManager checks the input of a pass and never lints: hence this small one.
 """
@@ -94,7 +94,7 @@ def run_passes(gm: GraphModule, context: Context, passes: Sequence[Pass] = PIPEL
     for step in passes:
         started = time.perf_counter()
         gm, changed, refused = step(gm, context)
-        if (changed and verify_each) or step is passes[-1]:
+        if changed and verify_each:
             for graph in every_graph(gm):
                 graph.graph.lint()
         done.append(step.__name__)

@@ -68,6 +68,15 @@ def check(gm: GraphModule, context: Context, done: list[str], name: str) -> None
                     )
 
 
+def _in_order(gm: GraphModule, context: Context) -> Iterator[Violation]:
+    made: set[Node] = set()
+    for node in gm.graph.nodes:
+        if not made.issuperset(node.all_input_nodes):
+            late = next(source for source in node.all_input_nodes if source not in made)
+            yield Violation(node.name, f"its operand {late.name} behind it", "operands before it")
+        made.add(node)
+
+
 def _dtypes_known(gm: GraphModule, context: Context) -> Iterator[Violation]:
     for node in gm.graph.nodes:
         if node.op != "output" and not notes(node).state("dtype"):
@@ -158,6 +167,7 @@ def _alike_in_an_epoch(gm: GraphModule, casts: dict[Node, tuple[object, ...]]) -
 
 
 INVARIANTS: Final = (
+    Invariant("a node reads what stands before it in its graph", "verify", _in_order),
     Invariant("every value's original dtype is stated", "propagate", _dtypes_known),
     Invariant("every node has a precision, and only castable floats change", "decide", _decided),
     # of the outputs that is their original dtype, unless keep_output_dtype says no

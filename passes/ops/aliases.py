@@ -14,14 +14,14 @@ Of NumPy's calls, which dynamo traces, nobody says which return a view, or write
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Final
 
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.passes.graph.annotations import Rule, arg_nodes, argument, notes
+from fxprec.passes.graph.annotations import Op, Rule, arg_nodes, argument, notes
 from fxprec.passes.graph.subgraphs import body_of
-from fxprec.passes.ops.table import facts_of
+from fxprec.passes.ops.table import OpRule, facts_of
 from fxprec.passes.torch_internals import OpOverload, OpOverloadPacket, is_higher_order, numpy_call, schema_of
 
 #: NumPy's calls that write nothing where no third array is given, and give an array of their own.
@@ -90,24 +90,33 @@ def shared_sources(node: Node) -> Iterator[Node]:
         yield from (source for port, source in arg_nodes(node) if port == 0 or not isinstance(first, tuple | list))
 
 
-def written_by(node: Node) -> Iterator[Node]:
-    """The arguments that a call writes to, as far as its name or schema tells, or whose very memory it is to have."""
+def written_by(node: Node) -> Iterable[Node]:
+    """Return the arguments that a call writes to, as its name or schema tells, or whose very memory it is to have."""
     if not node.op.startswith("call"):
-        return
-    op = notes(node).op
-    by_name = isinstance(node.target, (str, BuiltinFunctionType))  # as most are: it has no body, and no schema
-    if not by_name and is_higher_order(node.target):
+        return ()
+    op, target = notes(node).op, node.target
+    facts = facts_of(op.name)
+    if not (op.in_place or facts.strides or facts.writes):
+        if isinstance(target, (str, BuiltinFunctionType)):  # as most are: they have no body, and no schema
+            return ()
+        if isinstance(target, FunctionType) and numpy_call(target) is None:
+            return ()
+    return _written(node, op, facts)
+
+
+def _written(node: Node, op: Op, facts: OpRule) -> Iterator[Node]:
+    if is_higher_order(node.target):
         yield from (operand for operand, written, _ in _operands(node) if written)
-    elif not by_name and (name := numpy_call(node.target)) is not None:
+    elif (name := numpy_call(node.target)) is not None:
         if name not in _NUMPY_NEW | _NUMPY_VIEWS or _takes_out(node):
             yield from node.all_input_nodes
-    elif op.in_place or (facts_of(op.name).strides and _may_have_gaps(node.args[0])):
+    elif op.in_place or (facts.strides and _may_have_gaps(node.args[0])):
         yield from (source for port, source in arg_nodes(node) if port == 0)
-    elif (writes := facts_of(op.name).writes) is not None:
+    elif (writes := facts.writes) is not None:
         flag = argument(node, *writes.flag)
         if flag is not None and flag is not False:
             yield from (source for port, source in arg_nodes(node) if port in writes.ports)
-    elif not by_name and (overload := _overload(node.target)) is not None and schema_of(overload).is_mutable:
+    elif (overload := _overload(node.target)) is not None and schema_of(overload).is_mutable:
         written = {
             key
             for position, each in enumerate(schema_of(overload).arguments)

@@ -17,7 +17,7 @@ from fxprec.passes.graph.text import format_graph
 from fxprec.passes.verify import INVARIANTS, check, verify
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-DTYPES, DECIDED, EDGES, NON_FLOATS, LEAST, FULL, TORCH = [invariant.text for invariant in INVARIANTS]
+ORDER, DTYPES, DECIDED, EDGES, NON_FLOATS, LEAST, FULL, TORCH = [invariant.text for invariant in INVARIANTS]
 INPUTS = torch.randn(2, 4), torch.randn(4, 4), torch.arange(4), torch.randn(4).double()
 
 
@@ -149,9 +149,18 @@ def test_a_broken_invariant_is_named(tools, case):
     )  # not yet
 
 
+def test_a_node_that_reads_what_is_not_there_yet_is_named_before_the_graph_is_run(tools):
+    gm = rewrite(tools, *INPUTS)
+    node(gm, "linear_f32").prepend(node(gm, "exp"))
+    got = "node exp: got its operand linear_f32 behind it, expected operands before it"
+    with pytest.raises(fxprec.InvariantError, match=f'^verify broke "{ORDER}": {got}'):
+        verify(gm, tools.context())
+
+
 def test_every_invariant_is_broken_once_and_holds_from_its_pass_on():
-    assert {text for _, text, *_ in BREAKS.values()} == {invariant.text for invariant in INVARIANTS}
+    assert {text for _, text, *_ in BREAKS.values()} | {ORDER} == {invariant.text for invariant in INVARIANTS}
     assert {invariant.text: invariant.holds_after for invariant in INVARIANTS} == {
+        ORDER: "verify",
         DTYPES: "propagate",
         DECIDED: "decide",
         EDGES: "insert_casts",
