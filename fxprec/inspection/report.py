@@ -53,6 +53,7 @@ from fxprec.inspection.risks import risks_of
 from fxprec.inspection.text import columns, in_one, plain, stacked, titled, without_advice, without_figures
 from fxprec.inspection.unnamed import unnamed_methods
 from fxprec.model.captured import Captured
+from fxprec.model.captured_graphs import in_present_mode, of_last_call
 from fxprec.model.conversion import Conversion, conversion_of, is_converted
 from fxprec.model.graphs import captured_of, known_graphs
 from fxprec.page.render import framed, render
@@ -270,8 +271,8 @@ def _sections(
     sections: list[GraphReport] = []
     found: list[NamedNode] = []
     captured = captured_of(model)
-    present = conversion.in_present_mode(captured.values()) if conversion else []
-    counted = conversion.of_last_call(present) if conversion else []
+    present = in_present_mode(captured.values(), conversion.entries()) if conversion else []
+    counted = of_last_call(present)
     for number, gm in enumerate(graphs):
         own = list(places(number, gm))
         found += own

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -21,33 +20,28 @@ from fxprec.capture.dynamo import analysis as dynamo
 from fxprec.capture.dynamo.encoders import fused_path
 from fxprec.capture.pytrees import has_low_input, restore_dtypes
 from fxprec.capture.stepwise import is_stepwise, stepwise
-from fxprec.capture.user_code import user_level
 from fxprec.errors import (
-    CaptureError,
     ConversionError,
     NotCapturedError,
-    ServiceWarning,
-    SeveralGraphsError,
-    UnusedSettingWarning,
     did_you_mean,
 )
 from fxprec.kernels.launch.observers import TRANSFORM, unwatched, watcher
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.model.captured import Captured
+from fxprec.model.captured_graphs import CapturedGraphs
 from fxprec.model.dynamic import LeftToNet
 from fxprec.model.entry_point import MOST_RESTARTS, CallWatcher, EntryPoint
+from fxprec.model.messages import Messages
 from fxprec.model.method_names import MethodName
-from fxprec.model.net import RUNS_FP32, Net, inside_net
+from fxprec.model.net import RUNS_FP32, inside_net
+from fxprec.model.resources import Resources
 from fxprec.model.static import OtherDtypes, StaticEntry
 from fxprec.model.twins import twin_of
-from fxprec.model.wrappers import Wrappers
 from fxprec.passes.fuse import region_names
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.subgraphs import every_graph
-from fxprec.programs.call_form import CallForm, form_of_key
-from fxprec.programs.packed_weights import PackedWeights, rewrite
+from fxprec.programs.packed_weights import rewrite
 from fxprec.settings import Settings
-from fxprec.shadows import ShadowStore
 from fxprec.torch_internals import NormBase
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -58,20 +52,18 @@ STATE: Final = "_fxprec"
 _NEW: Final = "it was set on the instance, and is captured from its second call on"
 
 
-class Conversion:
+class Conversion(Resources):
     """The state of one converted module. Never saved: a copied or loaded module is converted again from ``settings``.
 
     Attributes:
         methods: by name, "forward" first: what runs in the places of the model's methods.
-        wrappers: the functions that stand there.
-        captured: the rewritten graphs that calls can reach, in the order of their capture. Nobody else keeps a list.
+        captured: the rewritten graphs that calls can reach.
         net: 'where' -> 'why' of what ran outside them, under torch.autocast.
         declined: why static capture was declined, per argument pattern.
         captures: how often a forward, or a piece of one, was captured.
         calls: how often a method was called.
         bypassed: how many ``fxprec.original`` blocks are open.
         frozen: names of the weights whose FP32 masters ``fxprec.freeze`` dropped.
-        packed: the packed copies of the weights of a frozen model; None: it runs on plain ones.
         settled: a call has gone through: what is refused from now on does not undo the conversion.
         converting: ``convert`` is still at it, and will undo what is refused.
         undo: puts back what the conversion changed besides class and forward, until then.
@@ -81,40 +73,27 @@ class Conversion:
     def __init__(
         self, settings: Settings, module: nn.Module, frozen: frozenset[str] | None = None, packs: bool = False
     ) -> None:
-        self.settings = settings
+        super().__init__(settings, packs)
         self.module = weakref.ref(module)
         self.original_class = type(module)
         self.name = self.original_class.__name__
-        self.store = ShadowStore(settings.dtype)
-        self.wrappers = Wrappers()
+        self.messages = Messages(self.name, settings)
+        self.captured = CapturedGraphs()
         self._numbers = itertools.count()
-        self._gone: list[int] = []
         self.methods = {name: self.entry_point(name) for name in ("forward", *settings.methods)}
         self.calls = 0
         self.bypassed = 0
         self.frozen = frozen
-        self.packed = self.new_packed() if packs else None
         self.settled = False
         self.converting = False
         self.undo: Callable[[], None] | None = None
         self.watcher: CallWatcher | None = None
         self._forget()
-        self._warned_autocast = False
         self._policy_checked = not settings.policy.overrides and not settings.policy.rules and not settings.chooses
-
-    def new_packed(self) -> PackedWeights | None:
-        """A store of packed weights, where what runs the graphs is not inductor, which has its own."""
-        if self.settings.executor != "eager":
-            return None
-        return PackedWeights(self.settings.context(gradients=False), self.store)
 
     def entry_point(self, name: str) -> EntryPoint:
         """A new one, which nobody knows yet."""
         return EntryPoint(self, MethodName.parse(name), next(self._numbers))
-
-    def forget_with(self, function: Callable[..., Any], entry: EntryPoint) -> None:
-        """Forget the graphs of a function that was set on an instance when nobody can call it any more."""
-        weakref.finalize(function, self._gone.append, entry.number).atexit = False
 
     def entries(self) -> list[EntryPoint]:
         """Return the entry points that calls of the methods reach now, in the order of ``methods``."""
@@ -127,7 +106,7 @@ class Conversion:
             entry.start_over()
 
     def _forget(self) -> None:
-        self.captured: list[Captured] = []
+        self.captured.clear()
         self.net: dict[str, str] = {}
         self.declined: list[str] = []
         self.captures = 0
@@ -137,17 +116,17 @@ class Conversion:
         if self.bypassed:
             return entry.unbound(entry.stand_in(module), *args, **kwargs)
         if torch.compiler.is_exporting():
-            self._refuse_tracer(
+            raise self.messages.traced(
                 "torch.export", "torch.export.export(fxprec.graph_module(model), inputs), or torch.onnx.export likewise"
             )
         if is_fx_tracing() and any(isinstance(a, Proxy) for a in (*args, *kwargs.values())):
-            self._refuse_tracer(
+            raise self.messages.traced(
                 "torch.fx.symbolic_trace",
                 "it is fxprec.graph_module(model). For torchvision's create_feature_extractor and others that take a "
                 "model apart: first those, then fxprec.convert",
             )
         if torch.is_autocast_enabled(self.settings.device) and not inside_net():
-            self.warn_autocast("called under")
+            self.messages.warn_autocast("called under")
         model = self.module()
         if model is None or module is not entry.owner():
             return self.run_in_net(entry, module, args, kwargs, "a replica of the converted module")
@@ -163,7 +142,7 @@ class Conversion:
             return self.run_in_net(entry, module, args, kwargs, _NEW)
         if entry.code_changed:
             entry.start_over()
-            self._drop(self._captured_of(entry))
+            self.captured.drop(self.captured.of(entry))
         if self.watcher is not None and torch.is_grad_enabled():
             return self.watcher.call(entry, args, kwargs, lambda: self._run_call(entry, model, module, args, kwargs))
         return self._run_call(entry, model, module, args, kwargs)
@@ -195,7 +174,7 @@ class Conversion:
             self._refuse_if_symbolic(entry, reason)
             output = self.run_in_net(entry, module, args, kwargs, reason.reason)
             if not entry.called:
-                self._warn_nothing_captured(entry)
+                self.messages.warn_nothing_captured(entry, self.net)
             entry.called = True
             return output
         if static.allowed:
@@ -214,7 +193,7 @@ class Conversion:
                 try:
                     return found.run(self.store, tensors)
                 except OtherDtypes:
-                    self._drop(static.retire(found))
+                    self.captured.drop(static.retire(found))
                 return self._run(entry, model, module, args, kwargs)
         return self._run_dynamic(entry, model, module, args, kwargs)
 
@@ -242,10 +221,10 @@ class Conversion:
         finally:
             if dynamic.found or dynamic.net_notes:
                 self._take_found(entry)
-        if first and not self._captured_of(entry) and calls == self.calls:  # it called no other method that has graphs
+        if first and not self.captured.of(entry) and calls == self.calls:  # it called no other method that has graphs
             if len(self.net) == known:
                 self.in_net(entry.whole, "dynamo found nothing in it to capture")
-            self._warn_nothing_captured(entry)
+            self.messages.warn_nothing_captured(entry, self.net)
         if is_stepwise(output):
             self.in_net(f"what {entry.called_here} returns", f"a {type(output).__name__}, which runs after the call")
         return self.restored(output, args, kwargs) if self.net else output
@@ -256,7 +235,7 @@ class Conversion:
             if entry.out_of_date is None:  # another thread was at it
                 return
             entry.restarts += 1
-            self._drop([captured for captured in self._captured_of(entry) if captured.guards is None])
+            self.captured.drop([captured for captured in self.captured.of(entry) if captured.guards is None])
             others = {where for other in self.methods.values() if other is not entry for where in other.outside}
             for where in entry.outside - others:
                 self.net.pop(where, None)
@@ -309,12 +288,6 @@ class Conversion:
         """Record what runs outside our graphs."""
         self.net.setdefault(where, why)
 
-    def net_context(self) -> contextlib.AbstractContextManager[Any]:
-        """torch.autocast in the low dtype; at O0 nothing."""
-        if self.settings.policy.level == "O0":
-            return contextlib.nullcontext()
-        return Net(self.settings.device, self.settings.dtype)
-
     def restored(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Low outputs as FP32, unless the caller passed low inputs, or wants them as they come.
 
@@ -353,7 +326,7 @@ class Conversion:
             except CaptureDeclined as reason:
                 entry.declined.append(reason.reason if entry.key == "forward" else f"{entry.key}: {reason.reason}")
                 self.declined.append(entry.declined[-1])
-                self._drop(static.give_up())
+                self.captured.drop(static.give_up())
                 raise
             program = rewrite(capture.gm, self.settings, self.packed, not static.outgrown(names, constants, tensors))
             captured = Captured(
@@ -367,9 +340,9 @@ class Conversion:
             )
             found = StaticEntry.of(capture, captured, tensors)
             self._captured_at_last(entry)
-            self._drop(static.add(names, constants, found))
+            self.captured.drop(static.add(names, constants, found))
             self.store.mark_stale()
-            self.captured.append(captured)
+            self.captured.add(captured)
             self.captures += 1
             return found
 
@@ -379,12 +352,10 @@ class Conversion:
             dynamic = entry.dynamic
             found, notes = dynamic.found, dynamic.net_notes
             dynamic.found, dynamic.net_notes = [], {}
-        self.captured += [
-            Captured(entry.key, entry.number, gm, program, training, calls=calls)
-            for gm, program, training, calls in found
-        ]
+        for gm, program, training, calls in found:
+            self.captured.add(Captured(entry.key, entry.number, gm, program, training, calls=calls))
         self.captures += len(found)
-        self._drop_gone()
+        self.captured.drop_gone()
         if found:
             self._captured_at_last(entry)
         if (owner := entry.owner()) is not None:
@@ -393,32 +364,19 @@ class Conversion:
         for where, why in notes.items():
             self.in_net(where, why)
 
-    def _drop_gone(self) -> None:
-        """Forget the graphs of functions that nobody can call any more."""
-        while self._gone:
-            number = self._gone.pop()
-            self.captured = [captured for captured in self.captured if captured.entry != number]
-
     def _captured_at_last(self, entry: EntryPoint) -> None:
         if self.net.get(entry.whole) == _NEW:
             del self.net[entry.whole]
-
-    def _drop(self, dead: list[Captured]) -> None:
-        """Forget graphs that no call can reach any more."""
-        self.captured = [captured for captured in self.captured if captured not in dead]
 
     @property
     def ran_in_net(self) -> bool:
         """Return whether there were calls, and no graph for any of them."""
         return self.settled and not self.captured and bool(self.net)
 
-    def _captured_of(self, entry: EntryPoint) -> list[Captured]:
-        return [captured for captured in self.captured if captured.entry == entry.number]
-
     def capture_now(self, model: nn.Module) -> None:
         """Capture each method statically for the call that one expects, if it can be: others take a call."""
         for entry in self.entries():
-            if not self._captured_of(entry):
+            if not self.captured.of(entry):
                 self._capture_alike(entry, model, None)
 
     def _capture_alike(self, entry: EntryPoint, model: nn.Module, other: Captured | None) -> None:
@@ -436,7 +394,7 @@ class Conversion:
     def capture_present(self, model: nn.Module) -> None:
         """Capture each method statically for the present modes, if it can be, and has graphs for others only."""
         for entry in self.entries():
-            if (found := self._captured_of(entry)) and self._present(entry, model) is None:
+            if (found := self.captured.of(entry)) and self.captured.present(entry, model, self.frozen or ()) is None:
                 self._capture_alike(entry, model, found[-1])
 
     def active(self, model: nn.Module, method: str = "forward") -> Captured:
@@ -447,89 +405,36 @@ class Conversion:
             NotCapturedError: it has none for these modes; static capture was tried.
         """
         entry = self.method(method)
-        if (captured := self._present(entry, model)) is None:
-            found = self._captured_of(entry)
+        if (captured := self.captured.present(entry, model, self.frozen or ())) is None:
+            found = self.captured.of(entry)
             if not self._became_low(model):
                 self._capture_alike(entry, model, found[-1] if found else None)
-            if (captured := self._present(entry, model)) is None:
+            if (captured := self.captured.present(entry, model, self.frozen or ())) is None:
                 entry.dynamic.watched = True
-                self._raise_not_captured(entry)
+                raise self._not_captured(entry)
         calls = captured.calls
         if calls is not None and calls.part:
-            parts = [each.calls.part for each in self._captured_of(entry) if each.calls is not None]
-            self._raise_several(entry, next((part for part in parts if "graph break" in part), calls.part))
+            parts = [each.calls.part for each in self.captured.of(entry) if each.calls is not None]
+            broken = next((part for part in parts if "graph break" in part), calls.part)
+            raise self.messages.several(entry, broken)
         owner = entry.owner()
         if calls is not None and calls.form is not None and owner is not None and (what := calls.form.changed(owner)):
-            raise NotCapturedError(
-                f"{what} of {self.name} is another than at the first call, and dynamo's graph of {self._called(entry)} "
-                "serves any: fxprec.graphs(model) gives it with that of the first call. Convert a copy of the model"
-            )
+            raise self.messages.changed(entry, what)
         if calls is not None and calls.form is None:
-            warnings.warn(
-                f"the graph of {self._called(entry)} takes tensors one by one and gives a tuple of tensors, not what "
-                f"{entry.called_here} gives: {calls.why_not}. Its inputs are named after where they come from",
-                category=ServiceWarning,
-                stacklevel=user_level(),
-            )
+            self.messages.warn_of_form(entry, calls.why_not)
         return captured
-
-    def form_of(self, captured: Captured) -> CallForm | None:
-        """Return how a graph is called; None for one that takes and gives what dynamo left to it."""
-        if captured.calls is not None:
-            return captured.calls.form
-        entry = next((each for each in self.entries() if each.number == captured.entry), None)
-        return None if entry is None or captured.key is None else form_of_key(entry.signature, *captured.key)
-
-    def _present(self, entry: EntryPoint, model: nn.Module) -> Captured | None:
-        """Return the latest captured graphs that a call would run now, in these modes, with weights of these dtypes."""
-        owner = entry.owner()
-        if owner is None:
-            return None
-        for captured in reversed(self._captured_of(entry)):
-            if not captured.reads_dtypes_of(model, self.frozen or ()):
-                self._drop(entry.static.forget(captured))
-            elif captured.fits(owner):
-                return captured
-        return None
 
     def all_graphs(self, model: nn.Module) -> list[Captured]:
         """Return the graphs that calls of the methods run, capturing statically what can be."""
         self.capture_now(model)
-        self._drop_gone()
+        reached = self.captured.reached(self.methods.values())
         if not self.captured:
-            self._raise_not_captured(self.method("forward"))
-        running = {entry.number for entry in self.entries()}
-        # A function set on the instance may call what was there before, unless its own graphs hold that too.
-        running |= {
-            entry.number
-            for entry in self.methods.values()
-            if entry.active is None or not self._captured_of(entry.active)
-        }
-        return [captured for captured in self.captured if captured.entry in running]
+            raise self._not_captured(self.method("forward"))
+        return reached
 
-    def in_present_mode(self, among: Iterable[Captured]) -> list[Captured]:
-        """The graphs of the mode (training or not) that their method's module is in; where there is none, all of it."""
-        among = [*among]
-        training = {entry.number: owner.training for entry in self.entries() if (owner := entry.owner()) is not None}
-        fit = [captured for captured in among if training.get(captured.entry) == captured.training]
-        some = {captured.entry for captured in fit}
-        return [captured for captured in among if captured in fit or captured.entry not in some]
-
-    def of_last_call(self, among: Iterable[Captured]) -> list[Captured]:
-        """Return for each method the graphs of its last call: an earlier one, of other sizes, may have run others.
-
-        Of static graphs, each of which is of a whole method, that is the one captured last.
-        """
-        ordered = [*enumerate(among)]
-        last: dict[int, int] = {}
-        for position, captured in ordered:
-            number = position if captured.calls is None else captured.calls.number
-            last[captured.entry] = max(number, last.get(captured.entry, 0))
-        return [
-            captured
-            for position, captured in ordered
-            if (position if captured.calls is None else captured.calls.number) == last[captured.entry]
-        ]
+    def _not_captured(self, entry: EntryPoint) -> NotCapturedError:
+        net = self.net if self.ran_in_net else None
+        return self.messages.not_captured(entry, bool(self.captured.of(entry)), net, self.declined)
 
     def method(self, name: str) -> EntryPoint:
         """The entry point of that name; the path of a module stands for its forward.
@@ -555,18 +460,11 @@ class Conversion:
         twin = twin_of(model)
         return twin, MethodType(entry.unbound, twin.get_submodule(entry.name.path))
 
-    def lowered_weights(self, module: nn.Module) -> list[str]:
-        """Names of the parameters that every graph so far reads in the low dtype only."""
-        tensors = dict(module.named_parameters(remove_duplicate=False))
-        low = {id(tensors.get(name)) for captured in self.captured for name in captured.program.low}
-        plain = {id(tensors.get(name)) for captured in self.captured for name in captured.program.plain}
-        return [name for name, value in module.named_parameters() if id(value) in low - plain]
-
     def check_policy(self, module: nn.Module) -> None:
         """Once every method has graphs, or was called: raise PolicyError if an override matched nothing in any."""
         if self._policy_checked or not self.captured:
             return
-        if not all(entry.called or self._captured_of(entry) for entry in self.entries()):
+        if not all(entry.called or self.captured.of(entry) for entry in self.entries()):
             return
         everything = [node for each in self.captured for graph in every_graph(each.gm) for node in graph.graph.nodes]
         ops = {notes(node).op.name for node in everything if notes(node).state("op")}
@@ -576,78 +474,11 @@ class Conversion:
 
     def refuse_if_frozen(self, what: str) -> None:
         if self.frozen is not None:
-            raise ConversionError(
-                f"{what}: the model was frozen by fxprec.freeze, its FP32 weights are gone. "
-                "Keep the original checkpoint, and load and train an unfrozen model"
-            )
+            raise self.messages.frozen(what)
 
     def _refuse_if_symbolic(self, entry: EntryPoint, reason: CaptureDeclined) -> None:
         if self.settings.capture == "symbolic":
-            raise CaptureError(
-                f"capture='symbolic' cannot take {self._called(entry)}: {reason}. "
-                "Leave capture out: dynamo takes such models"
-            ) from None
-
-    def _refuse_tracer(self, tracer: str, instead: str) -> NoReturn:
-        raise ConversionError(
-            f"{tracer} of the converted {self.name}: its forward runs graphs of its own. "
-            f"Take the rewritten graph: {instead}"
-        )
-
-    def warn_autocast(self, how: str) -> None:
-        """Say once that somebody else's autocast has no effect."""
-        if not self._warned_autocast:
-            self._warned_autocast = True
-            warnings.warn(
-                f"the converted {self.name} was {how} torch.autocast: its own graphs decide what is lowered and run "
-                "with autocast off. Leave the autocast context away; where a framework has it, its switch: Lightning's "
-                "Trainer(precision='32-true'), TrainingArguments(bf16=False, fp16=False), "
-                "Accelerator(mixed_precision='no') (see docs/frameworks.md)",
-                category=UnusedSettingWarning,
-                stacklevel=user_level(),
-            )
-
-    def _served(self) -> str:
-        """Say how a method runs where there is no graph."""
-        under = "" if self.settings.policy.level == "O0" else f" under torch.autocast({self.settings.device!r})"
-        return f"runs{under} as it stands"
-
-    def _called(self, entry: EntryPoint) -> str:
-        return self.name if entry.key == "forward" else f"{self.name}.{entry.key}"
-
-    def _raise_not_captured(self, entry: EntryPoint) -> NoReturn:
-        if self.ran_in_net:
-            where, why = next(iter(self.net.items()))
-            raise NotCapturedError(f"{self._called(entry)} has no graph: it {self._served()}. {where}: {why}")
-        waits = ["lower='pays' asks for sizes"] if self.settings.pays else []
-        declined = [why for why in self.declined if entry.key == "forward" or why.startswith(f"{entry.key}: ")]
-        why = "".join(f" ({reason})" for reason in (declined or waits)[-1:])
-        if self._captured_of(entry):
-            owner = entry.owner()
-            mode = "training" if owner is not None and owner.training else "eval"
-            raise NotCapturedError(
-                f"no graph of {self._called(entry)} is for the modes that its modules are in now ({mode}){why}: "
-                "call it once so, and look again; fxprec.graphs(model) gives those of other modes"
-            )
-        give = "or give convert(model, example_inputs=(...)), " if entry.key == "forward" else ""
-        raise NotCapturedError(
-            f"{self._called(entry)} is captured at its first call{why}: call it once, {give}and look again"
-        )
-
-    def _raise_several(self, entry: EntryPoint, part: str) -> NoReturn:
-        raise SeveralGraphsError(
-            f"{self._called(entry)} has no graph of its own: it is captured in pieces, with Python code between them "
-            f"({part}). fxprec.graphs(model) gives the pieces; to have one graph, write {entry.called_here} without "
-            "such breaks"
-        )
-
-    def _warn_nothing_captured(self, entry: EntryPoint) -> None:
-        why = "; ".join(dict.fromkeys(self.net.values()))
-        warnings.warn(
-            f"no graph of {self._called(entry)} was captured: it {self._served()}. Why: {why}",
-            category=ServiceWarning,
-            stacklevel=user_level(),
-        )
+            raise self.messages.not_symbolic(entry, reason) from None
 
 
 def is_converted(module: object) -> bool:

@@ -18,7 +18,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -28,41 +28,16 @@ from fxprec.capture.dynamo import analysis as dynamo
 from fxprec.capture.dynamo.graph import own_copy, own_graph
 from fxprec.capture.ties import Ties, slots_of
 from fxprec.kernels.torch_internals import is_fx_tracing
-from fxprec.model.method_names import MethodName
+from fxprec.model.method import Method
 from fxprec.model.net import RUNS_AS_TOLD, RUNS_FP32, turn_off, under_others, without_net
-from fxprec.model.wrappers import Wrappers
+from fxprec.model.resources import Resources
 from fxprec.passes.graph.annotations import SPARSE
 from fxprec.programs.call_form import form_of_call
 from fxprec.programs.dynamo_programs import ArgumentProgram, Calls, ProgramsByMemory, Ran
 from fxprec.programs.memory import mark_all_shared, mark_shared
-from fxprec.programs.packed_weights import PackedWeights, rewrite
+from fxprec.programs.packed_weights import rewrite
 from fxprec.programs.program import Program
-from fxprec.settings import Settings
-from fxprec.shadows.store import ShadowStore
 from fxprec.torch_internals import skipped_by_dynamo, wrap_inline
-
-
-class Home(Protocol):
-    """A conversion: its settings, what its graphs read low and packed weights from, captures, the net."""
-
-    settings: Settings
-    store: ShadowStore
-    wrappers: Wrappers
-    packed: PackedWeights | None
-
-    def net_context(self) -> contextlib.AbstractContextManager[Any]: ...
-
-
-class Method(Protocol):
-    """An entry point: its home, its name, the module that has it, and the untouched method, unbound."""
-
-    conversion: Home
-    name: MethodName
-    owner: Callable[[], nn.Module | None]
-    signature: functools.cached_property[inspect.Signature]
-
-    @property
-    def unbound(self) -> Callable[..., Any]: ...
 
 
 @contextlib.contextmanager
@@ -88,7 +63,8 @@ class DynamicGraphs:
     """Dynamic capture of one method.
 
     Args:
-        entry: of which: it owns this.
+        resources: of the model.
+        method: of which.
 
     Attributes:
         seeing_through: makes the context of a compilation.
@@ -97,9 +73,10 @@ class DynamicGraphs:
         net_notes: 'where' -> 'why' of what runs outside of them, likewise.
     """
 
-    def __init__(self, entry: Method) -> None:
-        self._entry = entry
-        self.seeing_through = entry.conversion.wrappers.compiled
+    def __init__(self, resources: Resources, method: Method) -> None:
+        self._resources = resources
+        self._method = method
+        self.seeing_through = resources.wrappers.compiled
         self._capture: dynamo.DynamoCapture | None = None
         self._under_net = True
         self._sparse: bool | None = None  # whether a call met a sparse tensor; None: nobody looked at the model's yet
@@ -124,8 +101,8 @@ class DynamicGraphs:
             with CAPTURING:
                 self._model = weakref.ref(model)
                 self._ties = self._ties or Ties(slots_of(model))
-                capture = self._capture = self._capture or dynamo.DynamoCapture(self._entry.unbound, self)
-        if not self._sparse and not self._entry.conversion.settings.policy.lowers_parameters:
+                capture = self._capture = self._capture or dynamo.DynamoCapture(self._method.unbound, self)
+        if not self._sparse and not self._resources.settings.policy.lowers_parameters:
             known = () if self._sparse is False else (*model.parameters(), *model.buffers())
             self._sparse = _any_sparse((*known, *args, *kwargs.values()))
         with self._ran.noted() as ran:
@@ -135,12 +112,12 @@ class DynamicGraphs:
                 calls.number = self._calls
                 calls.note_mode(module, self.watched)
                 if not calls.looked_at:
-                    named = next(iter(inspect.signature(self._entry.unbound).parameters), ""), module
+                    named = next(iter(inspect.signature(self._method.unbound).parameters), ""), module
                     form_of = functools.partial(
                         form_of_call,
                         model=model,
                         owner=named,
-                        signature=self._entry.signature,
+                        signature=self._method.signature,
                         call=(args, kwargs),
                         inputs=inputs,
                         results=results,
@@ -160,8 +137,8 @@ class DynamicGraphs:
         try:
             with contextlib.ExitStack() as stack:
                 if self._under_net and not self._sparse:
-                    stack.enter_context(self._entry.conversion.net_context())
-                if self._entry.conversion.store.come_and_go:
+                    stack.enter_context(self._resources.net_context())
+                if self._resources.store.come_and_go:
                     stack.enter_context(frames_of_shards(model))
                 return capture.call(module, *args, **kwargs)
         except RuntimeError as error:
@@ -178,7 +155,7 @@ class DynamicGraphs:
         make = functools.partial(self._argument_program, part=part)
         program = make(gm, inputs, any_memory=False)
         # Nothing of the model: dynamo keeps what it runs with the user's code, which outlives it.
-        store, ran = weakref.ref(self._entry.conversion.store), self._ran
+        store, ran = weakref.ref(self._resources.store), self._ran
         programs = ProgramsByMemory(None if program.memory is None else own_copy(gm), make, program)
         self._programs.append(programs)
         known = weakref.ref(programs)
@@ -195,17 +172,16 @@ class DynamicGraphs:
 
     def _argument_program(self, gm: GraphModule, inputs: Sequence[Any], any_memory: bool, part: str) -> ArgumentProgram:
         """Rewrite one graph for these arguments; ``any_memory``: for any, however they share memory."""
-        model, module = self._model and self._model(), self._entry.owner()
+        model, module = self._model and self._model(), self._method.owner()
         assert model is not None and module is not None  # they run this very call
-        gm, arguments = own_graph(gm, inputs, model, self._entry.name.path)
+        gm, arguments = own_graph(gm, inputs, model, self._method.name.path)
         calls = Calls.of(gm, part)
         if any_memory:
             mark_all_shared(gm)
         else:
             placeholders = gm.graph.find_nodes(op="placeholder")
             mark_shared(gm, dict(zip(placeholders, [inputs[i] for i in arguments.inputs], strict=True)))
-        conversion = self._entry.conversion
-        program = rewrite(gm, conversion.settings, conversion.packed)
+        program = rewrite(gm, self._resources.settings, self._resources.packed)
         self.found.append((gm, program, module.training, calls))
         return ArgumentProgram.of(program, arguments, inputs, any_memory, calls)
 
@@ -215,7 +191,7 @@ class DynamicGraphs:
 
     def met_sparse(self) -> None:
         """Go on without the net, in this call and in later ones. (But at O3, whose low weights need it.)"""
-        if not self._sparse and not self._entry.conversion.settings.policy.lowers_parameters:
+        if not self._sparse and not self._resources.settings.policy.lowers_parameters:
             self._sparse = True
             turn_off()
 
@@ -251,7 +227,7 @@ class DynamicGraphs:
 
     def _without_net(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Capture as a whole, with autocast off, what eager autocast cannot run (mixed dtypes in scatter_add)."""
-        capture = dynamo.DynamoCapture(self._entry.unbound, self, fullgraph=True)
+        capture = dynamo.DynamoCapture(self._method.unbound, self, fullgraph=True)
         found, notes = [*self.found], {**self.net_notes}
         try:
             output = capture.call(module, *args, **kwargs)

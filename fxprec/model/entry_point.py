@@ -1,4 +1,4 @@
-"""Runs one method of a converted model: holds its untouched code, chooses how its graphs are captured, tells a watch.
+"""The entry point of a method of a converted model: how its graphs are captured, and what is known of them.
 
 dynamo itself guards the hooks of each module, but not those of all modules: ``HooksSeen`` does, since its graphs hold
 the hooks that a capture met, and are cut where one looks at values. ``CallWatcher`` is what ``fxprec.numerics.watch``
@@ -7,25 +7,20 @@ is to a conversion.
 
 from __future__ import annotations
 
-import functools
-import inspect
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from operator import attrgetter, is_
-from types import FunctionType
 from typing import Any, Final, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxprec.capture.originals import defined_method, marked, original_class, unbound_method
-from fxprec.capture.stepwise import steps_of
+from fxprec.capture.originals import marked
 from fxprec.capture.symbolic.guards import HOOKS
-from fxprec.model.dynamic import DynamicGraphs, Home
+from fxprec.model.dynamic import DynamicGraphs
+from fxprec.model.method import Method
 from fxprec.model.method_names import MethodName
+from fxprec.model.resources import Resources
 from fxprec.model.static import StaticGraphs
-from fxprec.model.twins import asks_for_class, twin_of
 from fxprec.torch_internals import global_hooks
 
 
@@ -63,22 +58,19 @@ def _each(dicts: Any) -> Iterator[tuple[tuple[int, Any], Mapping[Any, Any]]]:
 #: How often what dynamo captured may be out of date, before the net serves: each costs a capture.
 MOST_RESTARTS: Final = 8
 
-_PARTS: Final = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 #: On the function that stands among an instance's attributes: its entry point.
 ENTRY: Final = "_fxprec_entry"
 
 
-class EntryPoint:
+class EntryPoint(Method):
     """Entry point of a converted model: what runs in the place of one of its methods.
 
     Args:
-        conversion: of the model.
+        resources: of the model.
         name: of the method.
         number: tells it from others of that name.
 
     Attributes:
-        owner: weakly, the module that has the method: the model or a submodule; None before it was adopted.
-        of_instance: a function that the instance itself has under that name, already bound; None: the class has it.
         called: a call has come to dynamo.
         hooks: of modules, that were there when dynamo captured.
         restarts: how often what dynamo captured was forgotten, since it was out of date.
@@ -87,52 +79,30 @@ class EntryPoint:
         new: it may be there for one call only, and did not have it yet.
     """
 
-    def __init__(self, conversion: Home, name: MethodName, number: int) -> None:
-        self.conversion = conversion
-        self.name = name
-        self.key = str(name)
+    def __init__(self, resources: Resources, name: MethodName, number: int) -> None:
+        super().__init__(name)
+        self._resources = resources
         self.number = number
-        self.owner: Callable[[], nn.Module | None] = lambda: None
-        self.original_class: type[nn.Module] = nn.Module
-        self.of_instance: Callable[..., Any] | None = None
         self.called = self.new = False
         self.restarts = 0
         self.start_over()
 
     def adopt(self, owner: nn.Module, of_instance: Callable[..., Any] | None = None) -> None:
-        """Make it a method of this module from now on."""
-        self.owner, self.original_class, self.of_instance = weakref.ref(owner), original_class(owner), of_instance
+        super().adopt(owner, of_instance)
         self.start_over()
 
     def start_over(self) -> None:
         """Forget every capture: the code is another one now."""
-        self.static = StaticGraphs(self.conversion.settings.capture)
+        self.static = StaticGraphs(self._resources.settings.capture)
         self.declined: list[str] = []
-        self._twin: nn.Module | None = None
+        self.look_again()
         self.start_dynamic_over()
-        self._function = getattr(self.original_class, self.name.name, None)
-        self._defined = defined_method(self.original_class, self.name.name)
-        self._code = _parts_of(self._function)
-        for name in ("signature", "steps", "_asks_for_class"):
-            self.__dict__.pop(name, None)
 
     def start_dynamic_over(self) -> None:
         """Forget what dynamo captured."""
         self.hooks = HooksSeen()
         self.outside: set[str] = set()
-        self.dynamic = DynamicGraphs(self)
-
-    def stand_in(self, module: nn.Module) -> nn.Module:
-        """Return the object that the untouched method runs on: ``module``, or a twin where it may ask for the class."""
-        if not self._asks_for_class or type(module) is self.original_class:
-            return module
-        if self._twin is None or self._twin.__dict__ is not module.__dict__:
-            self._twin = twin_of(module)  # one for all calls: dynamo's guards know it
-        return self._twin
-
-    @functools.cached_property
-    def _asks_for_class(self) -> bool:
-        return self.of_instance is None and asks_for_class(self.original_class)
+        self.dynamic = DynamicGraphs(self._resources, self)
 
     @property
     def out_of_date(self) -> str | None:
@@ -142,16 +112,6 @@ class EntryPoint:
         return self.dynamic.changed()
 
     @property
-    def code_changed(self) -> bool:
-        """Flag: the class got another function since, or the function other code or defaults."""
-        if self.of_instance is not None:
-            return False
-        function = getattr(self.original_class, self.name.name, None)
-        if function is not self._function:  # of some descriptors it is another one at each look
-            return defined_method(self.original_class, self.name.name) is not self._defined
-        return not all(map(is_, _parts_of(function), self._code))
-
-    @property
     def active(self) -> EntryPoint | None:
         """Entry point that a call reaches: itself, or that of a function set on the instance; None without a method."""
         owner = self.owner()
@@ -159,41 +119,6 @@ class EntryPoint:
             return None
         set_on_it = entry_of(owner.__dict__.get(self.name.name))
         return set_on_it or (self if hasattr(self.original_class, self.name.name) else None)
-
-    @property
-    def whole(self) -> str:
-        """Name of the whole method, for a report."""
-        return "the whole forward" if self.key == "forward" else f"the whole of {self.key}"
-
-    @property
-    def unbound(self) -> Callable[..., Any]:
-        """The untouched method as a function whose first argument is the module."""
-        bound = self.of_instance
-        if bound is None:
-            return unbound_method(self.original_class, self.name.name)
-        return lambda _, *args, **kwargs: bound(*args, **kwargs)
-
-    @functools.cached_property
-    def signature(self) -> inspect.Signature:
-        """Signature of the original, without self."""
-        if self.of_instance is not None:
-            return inspect.signature(self.of_instance)
-        signature = inspect.signature(self.unbound)
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-    @functools.cached_property
-    def steps(self) -> str | None:
-        """Object that a call makes in place of running the method, such as "a generator"; None: it runs the method."""
-        return steps_of(self.unbound if self.of_instance is None else self.of_instance)
-
-    @property
-    def called_here(self) -> str:
-        """Name of the method in a sentence."""
-        return "the forward" if self.key == "forward" else self.key
-
-
-def _parts_of(function: Any) -> tuple[Any, ...]:
-    return _PARTS(function) if type(function) is FunctionType else ()
 
 
 def entry_of(function: Any) -> EntryPoint | None:

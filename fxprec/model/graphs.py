@@ -7,6 +7,7 @@ from torch.fx import GraphModule
 
 from fxprec.errors import NotCapturedError
 from fxprec.model.captured import Captured
+from fxprec.model.captured_graphs import form_of
 from fxprec.model.conversion import Conversion, conversion_of, is_converted
 from fxprec.passes.graph.annotations import notes
 from fxprec.programs.graph_modules import made_presentable
@@ -51,7 +52,7 @@ def graphs(module: nn.Module) -> tuple[GraphModule, ...]:
 
 
 def _presented(conversion: Conversion, module: nn.Module, captured: Captured) -> GraphModule:
-    return made_presentable(captured.gm, module, conversion.restores, conversion.form_of(captured))
+    return made_presentable(captured.gm, module, conversion.restores, form_of(captured, conversion.entries()))
 
 
 def rewritten_graphs(model: nn.Module) -> tuple[GraphModule, ...]:

@@ -107,7 +107,7 @@ def freeze(model: _Model, pack: bool = True) -> _Model:
         conversion.capture_present(model)  # norms are folded into FP32 weights while these are there
         for captured in conversion.captured:
             packed.take(captured.program, captured.gm)
-    names = conversion.lowered_weights(model)
+    names = conversion.captured.lowered_weights(model)
     with torch.no_grad(), contextlib.nullcontext() if packed is None else packed.folded_before(model):
         for name in names:
             path, _, leaf = name.rpartition(".")

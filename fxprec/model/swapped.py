@@ -258,14 +258,14 @@ def _follow(module: nn.Module, name: str, late: bool = False) -> None:
             del module.__dict__[name]
             return
     if enters_autocast(function):
-        conversion.warn_autocast("wrapped in")
+        conversion.messages.warn_autocast("wrapped in")
     entry = conversion.entry_point(key)
     entry.adopt(module, function)
     entry.new = late
     module.__dict__[name] = wrapper = conversion.wrappers.of_instance(function, partial(_enter_function, entry))
     plain = getattr(wrapper, "__func__", wrapper)
     mark(plain, ENTRY, entry)
-    conversion.forget_with(plain, entry)
+    conversion.captured.forget_with(plain, entry)
 
 
 for _function in (_enter_method, _enter_function, _enter, _follow):

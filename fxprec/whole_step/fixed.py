@@ -62,7 +62,7 @@ class Fixed:
         self._numbers = self._numbers_now()
         # Tables of multi-tensor launches, which the optimizer may replace; graphs of the model, which it may drop.
         plans = getattr(self._optimizer, "_plans", None)
-        graphs = [each.captured.copy() for each in self._conversions]
+        graphs = [[*each.captured] for each in self._conversions]
         self._kept = held, None if plans is None else plans.kept(), graphs
 
     def changed(self) -> str | None:

@@ -1,0 +1,131 @@
+"""Keeps the rewritten graphs of one converted model, and finds those that a question is about."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from fxprec.model.captured import Captured
+from fxprec.model.entry_point import EntryPoint
+from fxprec.programs.call_form import CallForm, form_of_key
+
+
+class CapturedGraphs(Sequence[Captured]):
+    """The graphs that calls can reach, in the order of their capture. Nobody else keeps a list."""
+
+    def __init__(self) -> None:
+        self._graphs: list[Captured] = []
+        #: Numbers of entry points that nobody can call any more. Finalizers append, at any time.
+        self._gone: list[int] = []
+
+    def __iter__(self) -> Iterator[Captured]:
+        return iter(self._graphs)
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._graphs[index]
+
+    def add(self, captured: Captured) -> None:
+        """Keep one more."""
+        self._graphs.append(captured)
+
+    def drop(self, dead: Collection[Captured]) -> None:
+        """Forget graphs that no call can reach any more."""
+        self._graphs = [captured for captured in self._graphs if captured not in dead]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._graphs = []
+
+    def forget_with(self, function: Callable[..., object], entry: EntryPoint) -> None:
+        """Forget the graphs of a function that was set on an instance when nobody can call it any more."""
+        weakref.finalize(function, self._gone.append, entry.number).atexit = False
+
+    def drop_gone(self) -> None:
+        """Forget the graphs of functions that nobody can call any more."""
+        while self._gone:
+            number = self._gone.pop()
+            self._graphs = [captured for captured in self._graphs if captured.entry != number]
+
+    def of(self, entry: EntryPoint) -> list[Captured]:
+        """Return those of one entry point."""
+        return [captured for captured in self._graphs if captured.entry == entry.number]
+
+    def present(self, entry: EntryPoint, model: nn.Module, frozen: Collection[str]) -> Captured | None:
+        """Return the latest that a call would run now, in these modes, with weights of these dtypes.
+
+        Those of other dtypes are forgotten: the weights do not become what they were.
+
+        Args:
+            frozen: names of weights that became low by ``fxprec.freeze``.
+        """
+        owner = entry.owner()
+        if owner is None:
+            return None
+        for captured in reversed(self.of(entry)):
+            if not captured.reads_dtypes_of(model, frozen):
+                self.drop(entry.static.forget(captured))
+            elif captured.fits(owner):
+                return captured
+        return None
+
+    def reached(self, methods: Iterable[EntryPoint]) -> list[Captured]:
+        """Return those that calls of the methods run."""
+        self.drop_gone()
+        numbers: set[int] = set()
+        for entry in methods:
+            active = entry.active
+            if active is not None:
+                numbers.add(active.number)
+            # A function set on the instance may call what was there before, unless its own graphs hold that too.
+            if active is None or not self.of(active):
+                numbers.add(entry.number)
+        return [captured for captured in self._graphs if captured.entry in numbers]
+
+    def lowered_weights(self, model: nn.Module) -> list[str]:
+        """Return the names of the parameters that every graph so far reads in the low dtype only."""
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+        low = {id(tensors.get(name)) for captured in self._graphs for name in captured.program.low}
+        plain = {id(tensors.get(name)) for captured in self._graphs for name in captured.program.plain}
+        return [name for name, value in model.named_parameters() if id(value) in low - plain]
+
+
+def form_of(captured: Captured, entries: Iterable[EntryPoint]) -> CallForm | None:
+    """Return how a graph of one of these is called; None for one that takes and gives what dynamo left to it."""
+    if captured.calls is not None:
+        return captured.calls.form
+    entry = next((each for each in entries if each.number == captured.entry), None)
+    return None if entry is None or captured.key is None else form_of_key(entry.signature, *captured.key)
+
+
+def in_present_mode(among: Iterable[Captured], entries: Iterable[EntryPoint]) -> list[Captured]:
+    """Return the graphs of the mode (training or not) that their method's module is in; where there is none, all of it.
+
+    Args:
+        entries: of the methods.
+    """
+    among = [*among]
+    training = {entry.number: owner.training for entry in entries if (owner := entry.owner()) is not None}
+    fit = [captured for captured in among if training.get(captured.entry) == captured.training]
+    some = {captured.entry for captured in fit}
+    return [captured for captured in among if captured in fit or captured.entry not in some]
+
+
+def of_last_call(among: Iterable[Captured]) -> list[Captured]:
+    """Return for each method the graphs of its last call: an earlier one, of other sizes, may have run others.
+
+    Of static graphs, each of which is of a whole method, that is the one captured last.
+    """
+    numbered = [
+        (position if captured.calls is None else captured.calls.number, captured)
+        for position, captured in enumerate(among)
+    ]
+    last: dict[int, int] = {}
+    for number, captured in numbered:
+        last[captured.entry] = max(number, last.get(captured.entry, 0))
+    return [captured for number, captured in numbered if number == last[captured.entry]]
