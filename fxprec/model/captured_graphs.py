@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fxprec.model.captured import Captured
-from fxprec.model.entry_point import EntryPoint
+from fxprec.model.method import Method
 from fxprec.programs.call_form import CallForm, form_of_key
 
 
@@ -18,7 +18,7 @@ class CapturedGraphs(Sequence[Captured]):
 
     def __init__(self) -> None:
         self._graphs: list[Captured] = []
-        #: Numbers of entry points that nobody can call any more. Finalizers append, at any time.
+        #: Numbers of methods that nobody can call any more. Finalizers append, at any time.
         self._gone: list[int] = []
 
     def __iter__(self) -> Iterator[Captured]:
@@ -42,9 +42,9 @@ class CapturedGraphs(Sequence[Captured]):
         """Forget all."""
         self._graphs = []
 
-    def forget_with(self, function: Callable[..., object], entry: EntryPoint) -> None:
+    def forget_with(self, function: Callable[..., object], method: Method) -> None:
         """Forget the graphs of a function that was set on an instance when nobody can call it any more."""
-        weakref.finalize(function, self._gone.append, entry.number).atexit = False
+        weakref.finalize(function, self._gone.append, method.number).atexit = False
 
     def drop_gone(self) -> None:
         """Forget the graphs of functions that nobody can call any more."""
@@ -52,39 +52,24 @@ class CapturedGraphs(Sequence[Captured]):
             number = self._gone.pop()
             self._graphs = [captured for captured in self._graphs if captured.entry != number]
 
-    def of(self, entry: EntryPoint) -> list[Captured]:
-        """Return those of one entry point."""
-        return [captured for captured in self._graphs if captured.entry == entry.number]
+    def of(self, method: Method) -> list[Captured]:
+        """Return those of one method."""
+        return [captured for captured in self._graphs if captured.entry == method.number]
 
-    def present(self, entry: EntryPoint, model: nn.Module, frozen: Collection[str]) -> Captured | None:
-        """Return the latest that a call would run now, in these modes, with weights of these dtypes.
-
-        Those of other dtypes are forgotten: the weights do not become what they were.
+    def reached(self, methods: Iterable[tuple[Method, Method | None]]) -> list[Captured]:
+        """Return those that calls of the methods run.
 
         Args:
-            frozen: names of weights that became low by ``fxprec.freeze``.
+            methods: each with the one that a call reaches: itself, or a function set on the instance; None: none.
         """
-        owner = entry.owner()
-        if owner is None:
-            return None
-        for captured in reversed(self.of(entry)):
-            if not captured.reads_dtypes_of(model, frozen):
-                self.drop(entry.static.forget(captured))
-            elif captured.fits(owner):
-                return captured
-        return None
-
-    def reached(self, methods: Iterable[EntryPoint]) -> list[Captured]:
-        """Return those that calls of the methods run."""
         self.drop_gone()
         numbers: set[int] = set()
-        for entry in methods:
-            active = entry.active
+        for method, active in methods:
             if active is not None:
                 numbers.add(active.number)
             # A function set on the instance may call what was there before, unless its own graphs hold that too.
             if active is None or not self.of(active):
-                numbers.add(entry.number)
+                numbers.add(method.number)
         return [captured for captured in self._graphs if captured.entry in numbers]
 
     def lowered_weights(self, model: nn.Module) -> list[str]:
@@ -95,22 +80,18 @@ class CapturedGraphs(Sequence[Captured]):
         return [name for name, value in model.named_parameters() if id(value) in low - plain]
 
 
-def form_of(captured: Captured, entries: Iterable[EntryPoint]) -> CallForm | None:
+def form_of(captured: Captured, methods: Iterable[Method]) -> CallForm | None:
     """Return how a graph of one of these is called; None for one that takes and gives what dynamo left to it."""
     if captured.calls is not None:
         return captured.calls.form
-    entry = next((each for each in entries if each.number == captured.entry), None)
-    return None if entry is None or captured.key is None else form_of_key(entry.signature, *captured.key)
+    method = next((each for each in methods if each.number == captured.entry), None)
+    return None if method is None or captured.key is None else form_of_key(method.signature, *captured.key)
 
 
-def in_present_mode(among: Iterable[Captured], entries: Iterable[EntryPoint]) -> list[Captured]:
-    """Return the graphs of the mode (training or not) that their method's module is in; where there is none, all of it.
-
-    Args:
-        entries: of the methods.
-    """
+def in_present_mode(among: Iterable[Captured], methods: Iterable[Method]) -> list[Captured]:
+    """Return the graphs of the mode (training or not) that their method's module is in; where there is none, all."""
     among = [*among]
-    training = {entry.number: owner.training for entry in entries if (owner := entry.owner()) is not None}
+    training = {method.number: owner.training for method in methods if (owner := method.owner()) is not None}
     fit = [captured for captured in among if training.get(captured.entry) == captured.training]
     some = {captured.entry for captured in fit}
     return [captured for captured in among if captured in fit or captured.entry not in some]

@@ -29,12 +29,11 @@ from fxprec.kernels.launch.observers import TRANSFORM, unwatched, watcher
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.model.captured import Captured
 from fxprec.model.captured_graphs import CapturedGraphs
-from fxprec.model.dynamic import LeftToNet
+from fxprec.model.dynamic import LeftToNet, Resources
 from fxprec.model.entry_point import MOST_RESTARTS, CallWatcher, EntryPoint
 from fxprec.model.messages import Messages
 from fxprec.model.method_names import MethodName
 from fxprec.model.net import RUNS_FP32, inside_net
-from fxprec.model.resources import Resources
 from fxprec.model.static import OtherDtypes, StaticEntry
 from fxprec.model.twins import twin_of
 from fxprec.passes.fuse import region_names
@@ -394,7 +393,7 @@ class Conversion(Resources):
     def capture_present(self, model: nn.Module) -> None:
         """Capture each method statically for the present modes, if it can be, and has graphs for others only."""
         for entry in self.entries():
-            if (found := self.captured.of(entry)) and self.captured.present(entry, model, self.frozen or ()) is None:
+            if (found := self.captured.of(entry)) and self._present(entry, model) is None:
                 self._capture_alike(entry, model, found[-1])
 
     def active(self, model: nn.Module, method: str = "forward") -> Captured:
@@ -405,11 +404,11 @@ class Conversion(Resources):
             NotCapturedError: it has none for these modes; static capture was tried.
         """
         entry = self.method(method)
-        if (captured := self.captured.present(entry, model, self.frozen or ())) is None:
+        if (captured := self._present(entry, model)) is None:
             found = self.captured.of(entry)
             if not self._became_low(model):
                 self._capture_alike(entry, model, found[-1] if found else None)
-            if (captured := self.captured.present(entry, model, self.frozen or ())) is None:
+            if (captured := self._present(entry, model)) is None:
                 entry.dynamic.watched = True
                 raise self._not_captured(entry)
         calls = captured.calls
@@ -424,10 +423,22 @@ class Conversion(Resources):
             self.messages.warn_of_form(entry, calls.why_not)
         return captured
 
+    def _present(self, entry: EntryPoint, model: nn.Module) -> Captured | None:
+        """Return the latest graph that a call would run now, in these modes, with weights of these dtypes."""
+        owner = entry.owner()
+        if owner is None:
+            return None
+        for captured in reversed(self.captured.of(entry)):
+            if not captured.reads_dtypes_of(model, self.frozen or ()):
+                self.captured.drop(entry.static.forget(captured))
+            elif captured.fits(owner):
+                return captured
+        return None
+
     def all_graphs(self, model: nn.Module) -> list[Captured]:
         """Return the graphs that calls of the methods run, capturing statically what can be."""
         self.capture_now(model)
-        reached = self.captured.reached(self.methods.values())
+        reached = self.captured.reached((entry, entry.active) for entry in self.methods.values())
         if not self.captured:
             raise self._not_captured(self.method("forward"))
         return reached

@@ -29,15 +29,46 @@ from fxprec.capture.dynamo.graph import own_copy, own_graph
 from fxprec.capture.ties import Ties, slots_of
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.model.method import Method
-from fxprec.model.net import RUNS_AS_TOLD, RUNS_FP32, turn_off, under_others, without_net
-from fxprec.model.resources import Resources
+from fxprec.model.net import RUNS_AS_TOLD, RUNS_FP32, Net, turn_off, under_others, without_net
+from fxprec.model.wrappers import Wrappers
 from fxprec.passes.graph.annotations import SPARSE
 from fxprec.programs.call_form import form_of_call
 from fxprec.programs.dynamo_programs import ArgumentProgram, Calls, ProgramsByMemory, Ran
 from fxprec.programs.memory import mark_all_shared, mark_shared
-from fxprec.programs.packed_weights import rewrite
+from fxprec.programs.packed_weights import PackedWeights, rewrite
 from fxprec.programs.program import Program
+from fxprec.settings import Settings
+from fxprec.shadows.store import ShadowStore
 from fxprec.torch_internals import skipped_by_dynamo, wrap_inline
+
+
+class Resources:
+    """Settings, weights in the low dtype and wrappers that the graphs of one converted model are made by and run on.
+
+    Attributes:
+        settings: of the conversion.
+        store: the low copies of its weights.
+        wrappers: the functions that stand in the places of its methods.
+        packed: the packed copies of the weights of a frozen model; None: it runs on plain ones.
+    """
+
+    def __init__(self, settings: Settings, packs: bool) -> None:
+        self.settings = settings
+        self.store = ShadowStore(settings.dtype)
+        self.wrappers = Wrappers()
+        self.packed = self.new_packed() if packs else None
+
+    def new_packed(self) -> PackedWeights | None:
+        """Return a store of packed weights, where what runs the graphs is not inductor, which has its own."""
+        if self.settings.executor != "eager":
+            return None
+        return PackedWeights(self.settings.context(gradients=False), self.store)
+
+    def net_context(self) -> contextlib.AbstractContextManager[Any]:
+        """Return torch.autocast in the low dtype, for what runs outside of the graphs; at O0 a context of nothing."""
+        if self.settings.policy.level == "O0":
+            return contextlib.nullcontext()
+        return Net(self.settings.device, self.settings.dtype)
 
 
 @contextlib.contextmanager

@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 
 from fxprec.capture.originals import marked
 from fxprec.capture.symbolic.guards import HOOKS
-from fxprec.model.dynamic import DynamicGraphs
+from fxprec.model.dynamic import DynamicGraphs, Resources
 from fxprec.model.method import Method
 from fxprec.model.method_names import MethodName
-from fxprec.model.resources import Resources
 from fxprec.model.static import StaticGraphs
 from fxprec.torch_internals import global_hooks
 
@@ -80,9 +79,8 @@ class EntryPoint(Method):
     """
 
     def __init__(self, resources: Resources, name: MethodName, number: int) -> None:
-        super().__init__(name)
+        super().__init__(name, number)
         self._resources = resources
-        self.number = number
         self.called = self.new = False
         self.restarts = 0
         self.start_over()

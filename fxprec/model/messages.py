@@ -1,4 +1,4 @@
-"""What a converted model tells of its calls and graphs: errors to raise, and warnings."""
+"""Errors to raise and warnings to give about the calls and graphs of a converted model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxprec.errors import (
     SeveralGraphsError,
     UnusedSettingWarning,
 )
-from fxprec.model.entry_point import EntryPoint
+from fxprec.model.method import Method
 from fxprec.settings import Settings
 
 
@@ -34,10 +34,10 @@ class Messages:
             "Keep the original checkpoint, and load and train an unfrozen model"
         )
 
-    def not_symbolic(self, entry: EntryPoint, reason: CaptureDeclined) -> CaptureError:
+    def not_symbolic(self, method: Method, reason: CaptureDeclined) -> CaptureError:
         """Return the error for a method that ``capture="symbolic"`` cannot take."""
         return CaptureError(
-            f"capture='symbolic' cannot take {self._called(entry)}: {reason}. "
+            f"capture='symbolic' cannot take {self._called(method)}: {reason}. "
             "Leave capture out: dynamo takes such models"
         )
 
@@ -49,7 +49,7 @@ class Messages:
         )
 
     def not_captured(
-        self, entry: EntryPoint, has_graphs: bool, net: Mapping[str, str] | None, declined: Iterable[str]
+        self, method: Method, has_graphs: bool, net: Mapping[str, str] | None, declined: Iterable[str]
     ) -> NotCapturedError:
         """Return the error for a method without a graph.
 
@@ -58,52 +58,52 @@ class Messages:
             net: of a model whose calls all ran outside of graphs: 'where' -> 'why'; else None.
             declined: why static capture was declined, of any method.
         """
-        called = self._called(entry)
+        called = self._called(method)
         if net:
             where, why = next(iter(net.items()))
             return NotCapturedError(f"{called} has no graph: it {self._served()}. {where}: {why}")
         waits = ["lower='pays' asks for sizes"] if self._settings.pays else []
-        own = [why for why in declined if entry.key == "forward" or why.startswith(f"{entry.key}: ")]
+        own = [why for why in declined if method.key == "forward" or why.startswith(f"{method.key}: ")]
         why = "".join(f" ({reason})" for reason in (own or waits)[-1:])
         if has_graphs:
-            owner = entry.owner()
+            owner = method.owner()
             mode = "training" if owner is not None and owner.training else "eval"
             return NotCapturedError(
                 f"no graph of {called} is for the modes that its modules are in now ({mode}){why}: "
                 "call it once so, and look again; fxprec.graphs(model) gives those of other modes"
             )
-        give = "or give convert(model, example_inputs=(...)), " if entry.key == "forward" else ""
+        give = "or give convert(model, example_inputs=(...)), " if method.key == "forward" else ""
         return NotCapturedError(f"{called} is captured at its first call{why}: call it once, {give}and look again")
 
-    def changed(self, entry: EntryPoint, what: str) -> NotCapturedError:
+    def changed(self, method: Method, what: str) -> NotCapturedError:
         """Return the error for a graph of dynamo whose calls take another of the model's values for granted."""
         return NotCapturedError(
-            f"{what} of {self._name} is another than at the first call, and dynamo's graph of {self._called(entry)} "
+            f"{what} of {self._name} is another than at the first call, and dynamo's graph of {self._called(method)} "
             "serves any: fxprec.graphs(model) gives it with that of the first call. Convert a copy of the model"
         )
 
-    def several(self, entry: EntryPoint, part: str) -> SeveralGraphsError:
+    def several(self, method: Method, part: str) -> SeveralGraphsError:
         """Return the error for a method that was captured in pieces."""
         return SeveralGraphsError(
-            f"{self._called(entry)} has no graph of its own: it is captured in pieces, with Python code between them "
-            f"({part}). fxprec.graphs(model) gives the pieces; to have one graph, write {entry.called_here} without "
+            f"{self._called(method)} has no graph of its own: it is captured in pieces, with Python code between them "
+            f"({part}). fxprec.graphs(model) gives the pieces; to have one graph, write {method.called_here} without "
             "such breaks"
         )
 
-    def warn_of_form(self, entry: EntryPoint, why: str) -> None:
+    def warn_of_form(self, method: Method, why: str) -> None:
         """Warn that a graph is not called as its method is."""
         warnings.warn(
-            f"the graph of {self._called(entry)} takes tensors one by one and gives a tuple of tensors, not what "
-            f"{entry.called_here} gives: {why}. Its inputs are named after where they come from",
+            f"the graph of {self._called(method)} takes tensors one by one and gives a tuple of tensors, not what "
+            f"{method.called_here} gives: {why}. Its inputs are named after where they come from",
             category=ServiceWarning,
             stacklevel=user_level(),
         )
 
-    def warn_nothing_captured(self, entry: EntryPoint, net: Mapping[str, str]) -> None:
+    def warn_nothing_captured(self, method: Method, net: Mapping[str, str]) -> None:
         """Warn that a first call found nothing to capture."""
         why = "; ".join(dict.fromkeys(net.values()))
         warnings.warn(
-            f"no graph of {self._called(entry)} was captured: it {self._served()}. Why: {why}",
+            f"no graph of {self._called(method)} was captured: it {self._served()}. Why: {why}",
             category=ServiceWarning,
             stacklevel=user_level(),
         )
@@ -126,5 +126,5 @@ class Messages:
         under = "" if self._settings.policy.level == "O0" else f" under torch.autocast({self._settings.device!r})"
         return f"runs{under} as it stands"
 
-    def _called(self, entry: EntryPoint) -> str:
-        return self._name if entry.key == "forward" else f"{self._name}.{entry.key}"
+    def _called(self, method: Method) -> str:
+        return self._name if method.key == "forward" else f"{self._name}.{method.key}"

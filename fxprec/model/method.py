@@ -25,14 +25,16 @@ class Method:
 
     Args:
         name: of the method.
+        number: tells it from others of that name.
 
     Attributes:
         owner: weakly, the module that has the method; None before it was adopted.
         of_instance: a function that the instance itself has under that name, already bound; None: the class has it.
     """
 
-    def __init__(self, name: MethodName) -> None:
+    def __init__(self, name: MethodName, number: int) -> None:
         self.name = name
+        self.number = number
         self.key = str(name)
         self.owner: Callable[[], nn.Module | None] = lambda: None
         self.original_class: type[nn.Module] = nn.Module
