@@ -72,7 +72,7 @@ from fxprec.passes.graph.casts import cast, cast_each, cast_if_float, cast_satur
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.new_node import new_node, set_arguments
 from fxprec.passes.graph.wide_state import WITH_WIDE_STATE
-from fxprec.passes.ops.aliases import written_by, written_memory
+from fxprec.passes.ops.aliases import may_give_itself, written_by, written_memory
 from fxprec.passes.ops.names import cast_target, dtype_argument
 from fxprec.passes.ops.table import facts_at, facts_of
 from fxprec.passes.placement.sites import dtype_reference
@@ -223,6 +223,7 @@ class _Epochs:
         self.recorded = grad_mode_at_nodes(gm.graph, context.gradients)
         self.roots, self.written_roots = written_memory(gm.graph)
         self.made: dict[Node, dict[tuple[Node, torch.dtype, object, bool], Node]] = {}
+        self.last_write: dict[Node, Node] = {}
         self.transforms: list[Node] = []
         self.depth: dict[Node, int] = {}
         self.guessed: set[Node] = set()  # FP32 if an operand has dimensions, of which nobody knows
@@ -274,13 +275,21 @@ class _Epochs:
         if port in facts_at(reader).masks and wanted is not torch.float32:
             function = cast_saturating
         made = self.made.setdefault(self.roots[source], {})
+        recorded, behind = self.recorded[reader], self.last_write.get(self.roots[source], source)
+        early = not recorded and self.recorded[behind] and (reader.op == "output" or may_give_itself(reader))
+        recorded = recorded or early  # what hands on the very tensor ends no gradient
         with_gradient = (source, wanted, function, True)
-        key = with_gradient if with_gradient in made else (source, wanted, function, self.recorded[reader])
+        key = with_gradient if with_gradient in made else (source, wanted, function, recorded)
         if key not in made:
-            with self.graph.inserting_before(self.place(source, reader)):
+            place = self.place(source, reader)
+            if early:
+                place = behind.next
+                while place.op == "placeholder":
+                    place = place.next
+            with self.graph.inserting_before(place):
                 new = new_cast(function, source, wanted, "cast inserted for " + reader.name)
             made[key] = new
-            self.roots[new], self.recorded[new] = self.roots[source], self.recorded[reader]
+            self.roots[new], self.recorded[new] = self.roots[source], recorded
         return made[key]
 
     def is_guess(self, node: Node, wanted: Mapping[tuple[int | str, Node], torch.dtype]) -> bool:
@@ -302,6 +311,7 @@ class _Epochs:
     def written(self, node: Node) -> None:
         for target in written_by(node) if self.written_roots else ():
             self.made.pop(self.roots[target], None)
+            self.last_write[self.roots[target]] = node
 
     def keep_digits(self, node: Node) -> bool:
         """Write FP32 where a value that needs its digits takes its dtype from a tensor that is low now."""
@@ -334,7 +344,7 @@ class _Epochs:
         source = node.args[0] if node.args else None
         if notes(node).op.name != "to" or not isinstance(source, Node):
             return False
-        return self.keep_recorded(node, source) or self.keep_apart(node, source)
+        return self.keep_recorded(node, source) or self.keep_shared(node, source) or self.keep_apart(node, source)
 
     def keep_recorded(self, node: Node, source: Node) -> bool:
         """A user's cast that did nothing in the original program, and converts now, must not end a gradient."""
@@ -351,6 +361,21 @@ class _Epochs:
         self.roots[new], self.recorded[new] = self.roots[source], True
         node.replace_all_uses_with(new)
         self.graph.erase_node(node)
+        return True
+
+    def keep_shared(self, node: Node, source: Node) -> bool:
+        """Let a user's cast of written memory that gave its very input in the original program give it still."""
+        dtype, reference = actual_dtype(source), dtype_reference(node)
+        named = actual_dtype(reference) if reference is not None else cast_target(node)
+        if self.roots[node] not in self.written_roots or notes(node).dtype != notes(source).dtype:
+            return False
+        if actual_dtype(node) is not dtype or dtype is None or named in (None, dtype):
+            return False
+        given = {name: each for name, each in node.kwargs.items() if name in ("device", "copy", "memory_format")}
+        for each in node.args[1:]:
+            if isinstance(each, str | torch.device) or (isinstance(each, Node) and each.args[1:] == ("device",)):
+                given["device"] = each
+        node.op, node.target, node.args, node.kwargs = "call_method", "to", (source, dtype), given
         return True
 
     def keep_apart(self, node: Node, source: Node) -> bool:

@@ -51,9 +51,8 @@ from fxprec.passes.graph.grad_mode import grad_mode_at_nodes, returned_values
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.graph.subgraphs import body_of
 from fxprec.passes.insert_casts import HANDED_ON, actual_dtype, new_cast
-from fxprec.passes.ops.aliases import alias_roots, written_by, written_roots
-from fxprec.passes.ops.names import cast_target, is_idle_dropout
-from fxprec.passes.ops.table import facts_at
+from fxprec.passes.ops.aliases import alias_roots, may_give_itself, written_by, written_roots
+from fxprec.passes.ops.names import cast_target
 
 
 def keep_returned(gm: GraphModule, context: Context) -> PassResult:
@@ -145,7 +144,7 @@ def _route_readers(graph: Graph, handed_out: list[Node], recorded: Mapping[Node,
     last: dict[Node, Node] = {}  # root of memory -> the last node that writes to it
     for node in graph.nodes:
         last.update((roots[target], node) for target in written_by(node))
-    for returned in handed_out:
+    for returned in sorted(handed_out, key=lambda each: _cast_as_another(each) is not None):
         source = widened(returned)
         if (named := _cast_as_another(returned)) is not None:
             returned, source = named
@@ -204,20 +203,11 @@ def _cast_as_another(returned: Node) -> tuple[Node, Node] | None:
 def _given_back(node: Node) -> Node | None:
     """Return the argument that an op gives back where there is nothing to do; None: it always makes something else."""
     inner = node.args[0] if node.args else None
-    if not isinstance(inner, Node) or not _may_do_nothing(node):
+    if not isinstance(inner, Node) or not may_give_itself(node):
         return None
     original = inner.args[0] if _is_narrowed(inner) else inner  # a cast of ours states the dtype that it gives
     alike = actual_dtype(inner) is actual_dtype(node) and notes(original).dtype == notes(node).dtype  # type: ignore[arg-type]
     return inner if alike else None
-
-
-def _may_do_nothing(node: Node) -> bool:
-    facts, name = facts_at(node), notes(node).op.name
-    if name == "getattr":
-        return node.args[1:] == ("real",)
-    if not facts.itself or len(node.all_input_nodes) != 1 or cast_target(node) is not None:
-        return False
-    return not facts.random or is_idle_dropout(node)
 
 
 def _may_be_one_tensor(node: Node) -> list[Node]:
@@ -274,8 +264,11 @@ def _cast_beside(source: Node, returned: Node) -> Node:
         return source.args[0]  # type: ignore[return-value]
     wide = next((user for user in source.users if _is_alike(user, returned, source)), None)
     if wide is None:
-        arguments = (source, *returned.args[1:])
-        wide = new_node(source.graph, "call_function", returned.target, arguments, {}, f"{source.name}_f32")
+        function, arguments = returned.target, (source, *returned.args[1:])
+        if function not in CASTS:  # but the user's own, perhaps a method
+            function = cast_if_float if notes(source).dtype is UNKNOWN else cast
+            arguments = source, torch.float32
+        wide = new_node(source.graph, "call_function", function, arguments, {}, f"{source.name}_f32")
         wide.meta.update(returned.meta)
         wide.meta.update({each: source.meta[each] for each in HANDED_ON if each in source.meta})
     source.append(wide)
@@ -387,11 +380,15 @@ def _read_through(graph: Graph, after: Node, returned: Node, readers: list[tuple
     assert isinstance(source, Node)
     after.append(returned)
     back = _cast_back(returned, source)
-    for reader, read in readers:
+    known = notes(returned).dtype is torch.float32 and returned.target is not cast_for_caller
+    again = [(user, returned) for user in returned.users if user is not back and user.target is back.target]
+    for reader, read in (*readers, *again):
         if reader.target in CASTS and notes(reader).inserted and reader.args[1] == back.args[1]:
-            reader.replace_all_uses_with(back)  # it looked whether the value is low
+            reader.replace_all_uses_with(back)  # it looked whether the value is low, or was made for what is returned
             graph.erase_node(reader)
-        else:
+        elif known and (named := _cast_as_another(reader)) and named[1] is read:
+            reader.replace_input_with(read, returned)  # the user's cast, which gives back what it is given
+        elif read is not returned:
             reader.replace_input_with(read, back)
 
 

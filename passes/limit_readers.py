@@ -42,7 +42,7 @@ from torch.fx.node import Argument, map_arg
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import UNKNOWN, leaves, notes
 from fxprec.passes.graph.casts import cast, cast_if_float
-from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
+from fxprec.passes.graph.grad_mode import ever_records, grad_mode_at_nodes
 from fxprec.passes.graph.new_node import set_arguments
 from fxprec.passes.insert_casts import actual_dtype, cast_behind, new_cast
 from fxprec.passes.ops.aliases import written_memory
@@ -58,10 +58,10 @@ _LOW: Final = (torch.float16, torch.bfloat16)
 @bodies_first
 def limit_readers(gm: GraphModule, context: Context) -> PassResult:
     """Give further readers of a low copy further copies, where gradients are recorded."""
-    crowded = [node for node in gm.graph.nodes if context.gradients and _is_crowded(node)]
-    if not crowded:
+    crowded = [node for node in gm.graph.nodes if _is_crowded(node)]
+    if not crowded or not ever_records(gm.graph, context.gradients):
         return PassResult(gm, False)
-    recorded = grad_mode_at_nodes(gm.graph, True)
+    recorded = grad_mode_at_nodes(gm.graph, context.gradients)
     roots, written = written_memory(gm.graph)
     learned: dict[Node, Learned] = {}
     learned_values(gm.graph, {}, learned)

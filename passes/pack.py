@@ -47,7 +47,7 @@ from fxprec.kernels.torch_internals import linear_pointwise
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.graph.annotations import NON_TENSOR, Op, Precision, Rule, arg_nodes, graph_notes, notes
 from fxprec.passes.graph.casts import CASTS
-from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
+from fxprec.passes.graph.grad_mode import ever_records
 from fxprec.passes.insert_casts import actual_dtype
 from fxprec.passes.ops.aliases import alias_roots, written_by
 from fxprec.passes.ops.formats import taken_over, writes_across
@@ -64,7 +64,7 @@ def pack(gm: GraphModule, context: Context) -> PassResult:
     about.packings, about.packed = (), {}
     if context.device != "cpu" or context.policy.level == "O0" or not can_pack(context.low):
         return PassResult(gm, False)
-    if any(grad_mode_at_nodes(gm.graph, False).values()):
+    if ever_records(gm.graph, False):
         return PassResult(gm, False, ("the graph: it turns gradients on, and packed products have none",))
     leaf = next((node for node in gm.graph.nodes if node.target in _MAKES_LEAVES), None)
     if leaf is not None:

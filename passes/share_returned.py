@@ -32,20 +32,22 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context, PassResult, bodies_last
-from fxprec.passes.graph.annotations import Arrival, Special, nested, notes
+from fxprec.passes.graph.annotations import Arrival, Special, nested, notes, tensors_of
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes, returned_values
 from fxprec.passes.insert_casts import cast_behind
 from fxprec.passes.keep_returned import widened
 from fxprec.passes.ops.aliases import written_memory
+from fxprec.passes.ops.names import is_idle_dropout
 from fxprec.passes.ops.table import facts_at
 
 
 @bodies_last
 def share_returned(gm: GraphModule, context: Context) -> PassResult:
     """Replace the casts of returned views by views of the casts of what they are views of."""
-    casts = {wide: source for wide in returned_values(gm.graph) if (source := widened(wide)) is not None}
+    returned = returned_values(gm.graph)
+    casts = {wide: source for wide in returned if (source := widened(wide)) is not None}
     chains = {wide: _chain(source) for wide, source in casts.items()}
-    if len(casts) < 2 or context.policy.level == "O0" or not any(len(chain) > 1 for chain in chains.values()):
+    if len(returned) < 2 or context.policy.level == "O0" or not any(len(chain) > 1 for chain in chains.values()):
         return PassResult(gm, False)
     recorded = grad_mode_at_nodes(gm.graph, context.gradients)
     roots, written = written_memory(gm.graph)
@@ -56,6 +58,9 @@ def share_returned(gm: GraphModule, context: Context) -> PassResult:
     returned_as = {source: wide for wide, source in casts.items()}
     for wide in casts:  # readers of what is returned read it through a cast back (``keep_returned``)
         returned_as |= {user: wide for user in wide.users if notes(user).returns}
+    for wide in (_chain(value)[-1] for value in returned if value not in casts):  # views of a cast are returned
+        if notes(wide).inserted and (source := widened(wide)) is not None:
+            returned_as.setdefault(source, wide)
     for base in _common_bases(chains, returned_as):
         if all(may_share([wide, *chain]) for wide, chain in chains.items() if base in chain):
             returned_as[base] = new = cast_behind(base, recorded, "views of it are returned")
@@ -119,9 +124,11 @@ def _ends_before(one: int | slice, other: int | slice) -> bool:
 def _viewed(node: Node) -> Node | None:
     """Return what a node gives a view of; None where it may be anything else."""
     facts = facts_at(node)
-    if not facts.view or notes(node).op.in_place or notes(node).op.name == "to" or len(node.all_input_nodes) != 1:
+    if not facts.view or notes(node).op.in_place or notes(node).op.name == "to" or len(tensors_of(node)) != 1:
         return None
-    return node.all_input_nodes[0]
+    if facts.random and not is_idle_dropout(node):  # a second one would draw other numbers
+        return None
+    return tensors_of(node)[0]
 
 
 def _view_of(base: Node, views: list[Node], wide: Node) -> Node:
@@ -129,11 +136,11 @@ def _view_of(base: Node, views: list[Node], wide: Node) -> Node:
     graph = wide.graph
     if wide < base:  # which is a cast still: others are where the cast was that they replaced
         base.all_input_nodes[0].append(base)
-    read = views[0].all_input_nodes[0]
+    read = tensors_of(views[0])[0]
     now = {read: base}
     for view in views:
         with graph.inserting_before(wide):
-            new = now[view] = graph.node_copy(view, now.__getitem__)
+            new = now[view] = graph.node_copy(view, lambda each: now.get(each, each))
         annotations = notes(new)
         annotations.precision = notes(view).precision._replace(
             reads=Arrival.AS_IT_ARRIVES,

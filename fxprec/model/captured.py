@@ -25,6 +25,7 @@ class Captured:
         gm: the graph that users see.
         program: what runs for it.
         training: the mode that the method's module was in.
+        gradients: whether grad mode was on: else a call that records gradients of returned values needs another graph.
         guards: what static capture read; None for a graph of dynamo, which guards by itself.
         key: of a static graph: the arguments that are tensors, and the constants that the others are.
         calls: of a graph of dynamo: what is known of the calls that ran it.
@@ -35,6 +36,7 @@ class Captured:
     gm: GraphModule
     program: Program
     training: bool
+    gradients: bool
     guards: Guards | None = None
     key: tuple[tuple[str, ...], Constants] | None = None
     calls: Calls | None = None

@@ -334,6 +334,7 @@ class Conversion(Resources):
                 capture.gm,
                 program,
                 capture.gm.training,
+                torch.is_grad_enabled(),
                 capture.guards,
                 (names, constants),
             )
@@ -352,7 +353,8 @@ class Conversion(Resources):
             found, notes = dynamic.found, dynamic.net_notes
             dynamic.found, dynamic.net_notes = [], {}
         for gm, program, training, calls in found:
-            self.captured.add(Captured(entry.key, entry.number, gm, program, training, calls=calls))
+            recorded = torch.is_grad_enabled()
+            self.captured.add(Captured(entry.key, entry.number, gm, program, training, recorded, calls=calls))
         self.captures += len(found)
         self.captured.drop_gone()
         if found:
@@ -404,7 +406,7 @@ class Conversion(Resources):
             NotCapturedError: it has none for these modes; static capture was tried.
         """
         entry = self.method(method)
-        if (captured := self._present(entry, model)) is None:
+        if (captured := self._present(entry, model, torch.is_grad_enabled())) is None:
             found = self.captured.of(entry)
             if not self._became_low(model):
                 self._capture_alike(entry, model, found[-1] if found else None)
@@ -423,15 +425,19 @@ class Conversion(Resources):
             self.messages.warn_of_form(entry, calls.why_not)
         return captured
 
-    def _present(self, entry: EntryPoint, model: nn.Module) -> Captured | None:
-        """Return the latest graph that a call would run now, in these modes, with weights of these dtypes."""
+    def _present(self, entry: EntryPoint, model: nn.Module, gradients: bool = False) -> Captured | None:
+        """Return the latest graph that a call would run now, in these modes, with weights of these dtypes.
+
+        Args:
+            gradients: it must have been captured with gradients.
+        """
         owner = entry.owner()
         if owner is None:
             return None
         for captured in reversed(self.captured.of(entry)):
             if not captured.reads_dtypes_of(model, self.frozen or ()):
                 self.captured.drop(entry.static.forget(captured))
-            elif captured.fits(owner):
+            elif captured.fits(owner) and (captured.gradients or not gradients):
                 return captured
         return None
 

@@ -61,7 +61,6 @@ class StaticEntry:
     are small, elements of each input up to which they are (``worth``). ``wants_sizes``: regions would have been
     left out if sizes had been known. ``layouts``: of the inputs, where one is sparse. ``single``: place in ``plain`` of
     each tensor of one element -> its dimensions: one of none takes part in promotion otherwise than one of some.
-    ``gradients``: whether they were recorded when it was captured: else no call that records them is served.
     """
 
     captured: Captured
@@ -77,7 +76,6 @@ class StaticEntry:
     wants_sizes: bool
     layouts: tuple[torch.layout, ...] | None
     single: Mapping[int, int]
-    gradients: bool
 
     @classmethod
     def of(cls, capture: StaticCapture, captured: Captured, tensors: tuple[Tensor, ...] | None) -> StaticEntry:
@@ -108,12 +106,15 @@ class StaticEntry:
             wanted,
             _layouts(tensors or ()),
             {place: each.dim() for place, each in enumerate(map(getitem, *plain)) if each.numel() == 1},
-            torch.is_grad_enabled(),
         )
 
     def is_outgrown(self, tensors: tuple[Tensor, ...]) -> bool:
         """Return whether regions gain for inputs of these sizes that were left out."""
         return self.most is not None and any(x.numel() > most for x, most in zip(tensors, self.most, strict=True))
+
+    def has_gradients(self) -> bool:
+        """Return whether returned values have the gradients that a call now would record."""
+        return self.captured.gradients or not torch.is_grad_enabled()
 
     def replaces(self, other: StaticEntry) -> bool:
         """Return whether no call is better served by the other, for what is known of sizes."""
@@ -125,7 +126,7 @@ class StaticEntry:
         """Return whether inputs have the dtypes that the graph was rewritten for, what tracing read still holds, and
         inputs and weights share memory as those did where that matters; and sizes are as its regions want them."""
         if tensors is not None:
-            if self.wants_sizes or self.is_outgrown(tensors) or (torch.is_grad_enabled() and not self.gradients):
+            if self.wants_sizes or self.is_outgrown(tensors) or not self.has_gradients():
                 return False
             if self.kinds is None:
                 for tensor, taken_for_float in zip(tensors, self.floats, strict=True):

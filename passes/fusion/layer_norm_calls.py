@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Proxy
 
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import argument, notes
+from fxprec.passes.graph.grad_mode import ever_records
 from fxprec.passes.graph.retrace import leaf
 
 _WHY: Final = "its backward adds up the gradients of weight and bias in FP32"
@@ -52,8 +53,9 @@ def _layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: 
 def call_layer_norms(gm: GraphModule, context: Context) -> PassResult:
     """Replace those with a weight or a bias that are bfloat16, in graphs that are differentiated."""
     changed = False
-    for node in gm.graph.nodes if context.device == "cpu" and context.gradients else ():
-        if node.target is not F.layer_norm or notes(node).precision.output is not torch.bfloat16:
+    records = context.device == "cpu" and ever_records(gm.graph, context.gradients)
+    for node in gm.graph.find_nodes(op="call_function", target=F.layer_norm) if records else ():
+        if notes(node).precision.output is not torch.bfloat16:
             continue
         if argument(node, 2, "weight") is not None or argument(node, 3, "bias") is not None:
             node.target = layer_norm

@@ -271,6 +271,11 @@ def arg_nodes(node: Node) -> Iterator[tuple[int | str, Node]]:
             yield from ((port, leaf) for leaf in leaves(argument) if isinstance(leaf, Node))
 
 
+def tensors_of(node: Node) -> list[Node]:
+    """Return the nodes among the arguments that are, or may be, tensors: no sizes, dtypes or devices."""
+    return [each for each in node.all_input_nodes if notes(each).dtype is not NON_TENSOR]
+
+
 def module_path(node: Node) -> str:
     """Dotted path of the module whose forward made the node; '' at the root or where nobody recorded it."""
     stack = node.meta.get("nn_module_stack")

@@ -39,6 +39,11 @@ def grad_mode_at_nodes(graph: Graph, at_first: bool) -> dict[Node, bool]:
     return found
 
 
+def ever_records(graph: Graph, at_first: bool) -> bool:
+    """Return whether autograd records anywhere: also in ``torch.enable_grad()`` of a call without gradients."""
+    return at_first or any(grad_mode_at_nodes(graph, False).values())
+
+
 def returned_values(graph: Graph) -> list[Node]:
     """Return what the graph hands out, each once: what it returns, and tensors that get a hook of the user's.
 

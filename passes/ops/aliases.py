@@ -19,8 +19,9 @@ from typing import Final
 
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.passes.graph.annotations import Op, Rule, arg_nodes, argument, notes
+from fxprec.passes.graph.annotations import Op, Rule, arg_nodes, argument, notes, tensors_of
 from fxprec.passes.graph.subgraphs import body_of
+from fxprec.passes.ops.names import cast_target, is_idle_dropout
 from fxprec.passes.ops.table import OpRule, facts_of
 from fxprec.passes.torch_internals import OpOverload, OpOverloadPacket, is_higher_order, numpy_call, schema_of
 
@@ -90,6 +91,18 @@ def shared_sources(node: Node) -> Iterator[Node]:
         yield from (source for port, source in arg_nodes(node) if port == 0 or not isinstance(first, tuple | list))
 
 
+def may_give_itself(node: Node) -> bool:
+    """Return whether an op gives its very argument where there is nothing to do (``contiguous``)."""
+    facts = facts_of(notes(node).op.name)
+    if notes(node).op.name == "getattr":
+        return node.args[1:] == ("real",)
+    if not facts.itself or len(tensors_of(node)) != 1 or cast_target(node) is not None:
+        return False
+    if any(each.args[1:] == ("dtype",) for each in node.all_input_nodes):  # h.to(x.dtype)
+        return False
+    return not facts.random or is_idle_dropout(node)
+
+
 def written_by(node: Node) -> Iterable[Node]:
     """Return the arguments that a call writes to, as its name or schema tells, or whose very memory it is to have."""
     if not node.op.startswith("call"):
@@ -127,12 +140,16 @@ def _written(node: Node, op: Op, facts: OpRule) -> Iterator[Node]:
 
 
 def _may_have_gaps(value: object) -> bool:
-    """Return whether a value may be laid out otherwise than a copy of it: an input, or a part of something."""
-    while isinstance(value, Node) and facts_of(notes(value).op.name).view:
-        if not facts_of(notes(value).op.name).whole and notes(value).op.name != "to":
+    """Return whether a copy of a value may be laid out otherwise: of an input, a weight, or a part of something."""
+    while isinstance(value, Node) and (facts := facts_of(notes(value).op.name)).view:
+        source = value.args[0]
+        if isinstance(source, Node) and source.op == "call_function" and isinstance(notes(source).dtype, tuple):
+            if not facts_of(notes(source).op.name).view and not is_higher_order(source.target):
+                return False  # one of several results, each a tensor of its own: of ``max(1)``, not of ``chunk``
+        if facts.repeats or not (facts.whole or notes(value).op.name == "to"):
             return True
-        value = value.args[0]
-    return isinstance(value, Node) and value.op == "placeholder"
+        value = source
+    return isinstance(value, Node) and value.op in ("placeholder", "get_attr")
 
 
 def _takes_out(node: Node) -> bool:

@@ -122,6 +122,7 @@ class OpRule:
             (``graph.wide_state`` has its call).
         view: the result may alias the first argument.
         whole: a view of all elements.
+        repeats: a view that may show an element several times: a copy of it is laid out otherwise.
         overwritable: its backward reads its result, or neither: its first argument may be overwritten before that.
         strides: it looks at memory by strides of its own: a copy of its argument, which may be laid out otherwise, must
             not stand in for it. It counts as a write, which asks for as much.
@@ -197,6 +198,7 @@ class OpRule:
     pads: bool = False
     view: bool = False
     whole: bool = False
+    repeats: bool = False
     overwritable: bool = False
     strides: bool = False
     low_kernel: bool = True

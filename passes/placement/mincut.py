@@ -34,7 +34,7 @@ from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, Rule, module_path, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.aliases import written_by
-from fxprec.passes.ops.names import dtype_argument
+from fxprec.passes.ops.names import cast_target, dtype_argument
 from fxprec.passes.placement.contractions import ELEMENTWISE, is_elementwise
 from fxprec.passes.placement.op_costs import OpCosts, Price, Verdict
 from fxprec.passes.placement.origins import COUNTS, Origins
@@ -103,12 +103,16 @@ class CutWalk(GraphWalk):
         self.origins = Origins()
         self.saturated: dict[Node, str] = {}
         self.near_poles: set[Node] = set()
+        self.cast_as: dict[Node, set[Node | None]] = {}  # root of written memory -> whose dtype casts of it name
         self.digits: dict[Node, str] = {}  # calls that name another tensor's dtype, and give FP32 all the same -> why
 
     def enter(self, graph: Graph, returns: bool) -> None:
         if self.verdict.costs is not None:
             self.verdict.costs.enter(graph)
         self.classes |= written_classes(graph)
+        for cast in (node for node in self.classes if notes(node).op.name == "to"):
+            if cast_target(cast) is torch.float32 or dtype_reference(cast) is not None:
+                self.cast_as.setdefault(self.classes[cast], set()).add(dtype_reference(cast))
         self.chains |= exp_chains(graph)
         self.origins.enter(graph, self.operands)
         lowers_poles = self.context.policy.lowers_parameters
@@ -223,6 +227,8 @@ class CutWalk(GraphWalk):
         """Assign the dtype that a call names, or FP32 where somebody needs digits that the original program has."""
         node, reference = site.node, dtype_reference(site.node)
         why = COUNTS if self.origins.is_exact(node) else self.saturated.get(node)
+        if why is None and self.cast_as.get(self.classes.get(node, node), {reference}) != {reference}:
+            why = "a cast gives this very tensor, whose memory is written"
         is_source = self.classes.get(node, node) is not node  # x.type_as(y) is x itself where both are FP32
         if is_source:
             why = why or "it is the tensor that it casts, whose memory is written"

@@ -196,8 +196,8 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
            "interpolate_nearest upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_nearest_exact1d "
            "upsample_nearest_exact2d upsample_nearest_exact3d", result="first", autocast=Rule.FULL),
     rows(Rule.FOLLOW, _AVERAGE, "interpolate_area", result="first"),
-    rows(Rule.PROMOTE, "no kernel takes a low image with an FP32 grid; a low grid is off by pixels: the widest wins",
-         "grid_sample grid_sampler_2d_cpu_fallback", result="first"),
+    rows(Rule.FULL, "coordinates: a low grid is off by whole pixels, and no kernel takes a low image with an FP32 one",
+         "grid_sample grid_sampler_2d_cpu_fallback", result="first", low_kernel=False, autocast=Rule.PROMOTE),
     rows(Rule.FULL, "coordinates: a low grid is off by whole pixels", "affine_grid", result="first"),
     rows(Rule.FOLLOW, _PICKS, "pixel_shuffle pixel_unshuffle channel_shuffle im2col pad", result="first"),
     rows(Rule.FOLLOW, "adds the few values of overlapping blocks", "fold", result="first"),

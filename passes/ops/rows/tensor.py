@@ -40,6 +40,7 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("flatten ravel atleast_1d atleast_2d atleast_3d contiguous resolve_conj resolve_neg", itself=True),
     facts("t T mT H mH adjoint transpose permute movedim view reshape view_as reshape_as flatten unflatten ravel "
           "squeeze unsqueeze contiguous alias expand expand_as broadcast_to", whole=True),
+    facts("expand expand_as broadcast_to", repeats=True),
     facts("as_strided", strides=True),
     facts("view", bits=True, special="bits"),
     facts("unfold", adds_up=frozenset({"cpu", "cuda"})),

@@ -208,10 +208,11 @@ def test_autocasts_cpu_ops_have_rows() -> None:
     assert {name for name in registered("AutocastCPU") if row_of(name) is None} == set()
 
 
-def test_rules_that_differ_from_autocasts_copy_values_or_are_bound_by_memory() -> None:
+def test_rules_that_differ_from_autocasts_copy_values_are_bound_by_memory_or_take_coordinates() -> None:
     differ = {name: row.autocast for name, row in OP_TABLE.items() if row.autocast not in (None, row.rule)}
     bound = {"mv": Rule.LOW, "addmv": Rule.LOW, "addr": Rule.LOW}
-    assert differ == {name: Rule.FULL for name in differ if "nearest" in name} | bound
+    coordinates = dict.fromkeys(("grid_sample", "grid_sampler_2d_cpu_fallback"), Rule.PROMOTE)
+    assert differ == {name: Rule.FULL for name in differ if "nearest" in name} | bound | coordinates
 
 
 # What kernels really do (samples of torch's own op tests, on a CPU)
