@@ -375,7 +375,7 @@ class _Epochs:
         for each in node.args[1:]:
             if isinstance(each, str | torch.device) or (isinstance(each, Node) and each.args[1:] == ("device",)):
                 given["device"] = each
-        node.op, node.target, node.args, node.kwargs = "call_method", "to", (source, dtype), given
+        node.op, node.target, node.args, node.kwargs = "call_method", "to", (source,), {**given, "dtype": dtype}
         return True
 
     def keep_apart(self, node: Node, source: Node) -> bool:

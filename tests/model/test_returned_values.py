@@ -235,6 +235,17 @@ def stored(m: Net, x: Tensor) -> Any:
     return m.b(h)
 
 
+def cast_and_read(m: Net, x: Tensor) -> Any:
+    h = m.a(x)
+    v = h.to(x.dtype)
+    return m.b(v) + m.b(h * 2), v
+
+
+def cast_after_itself(m: Net, x: Tensor) -> Any:
+    h = m.a(x)
+    return m.b(h), h.flatten(1).float(), h.contiguous().to(torch.float32)
+
+
 FUNCTIONS = [
     product, activation, several, widened, normalized, pointwise, viewed, chunked, written, written_without_gradients,
     cast_to_its_own_dtype, cast_back_and_read, strided, residual, named,
@@ -269,7 +280,12 @@ def gradients(model: Any, x: Tensor, call: str = "forward") -> list[Tensor | Non
     return [*torch.autograd.grad(loss, others, allow_unused=True)]
 
 
-CASTS = [cast_as_another, sum_cast_as_another, sum_cast_by_name]
+def beside_its_cast(m: Net, x: Tensor) -> Any:
+    h, g = m.a(x), m.a(x).sin()
+    return m.b(h) + m.b(g), h.type_as(x), h, g, g.to(x.dtype)
+
+
+CASTS = [cast_as_another, sum_cast_as_another, sum_cast_by_name, cast_and_read, cast_after_itself, beside_its_cast]
 
 
 @pytest.mark.filterwarnings("ignore::fxprec.FxprecWarning")
@@ -428,6 +444,48 @@ def test_a_returned_view_shares_memory_with_a_returned_value(view: Any, gradient
             results.append(part.detach().clone())
     expected, got = results[: len(results) // 2], results[len(results) // 2 :]
     torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
+
+
+PARTS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "a wide reader": lambda h: (h[0], h.view(-1), h.softmax(-1)),
+    "parts of a split": lambda h: (h[:, 2:4], h.split([1, 5], -1)[1]),
+    "transposed": lambda h: (h.mT, h.t(), h.t()[3]),
+    "detached": lambda h: (h[0], h.detach(), h.detach()[1:]),
+    "a computed index": lambda h: (h, h[:, : h.shape[-1] // 2]),
+}
+
+
+@pytest.mark.parametrize("capture", ["static", "dynamo", "examples"])
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+def test_returned_parts_share_memory(parts: Callable[[Tensor], tuple[Tensor, ...]], capture: str) -> None:
+    torch._dynamo.reset()
+    x, model = torch.randn(2, 4), Net(lambda m, x: parts(m.a(x)))
+    settings = {"dynamo": {"capture": "dynamo"}, "examples": {"example_inputs": (x,)}}.get(capture, {})
+    lowered, _ = fxprec.convert(model, dtype=BF16, **settings)
+    with torch.no_grad():
+        first, second, *_ = lowered(x)
+        before = first.clone()
+        second.add_(100)
+    assert not torch.equal(first, before)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("capture", ["static", "dynamo", "examples"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_returned_dropout_is_what_others_read(whole: bool, capture: str, gradients: bool) -> None:
+    torch._dynamo.reset()
+
+    def forward(m: Net, x: Tensor) -> tuple[Tensor, ...]:
+        h = m.a(x)
+        d = F.dropout(h, 0.5)
+        return d * 2, h, d if whole else d[:, :3]
+
+    x = torch.randn(16, 4)
+    settings = {"dynamo": {"capture": "dynamo"}, "examples": {"example_inputs": (x,)}}.get(capture, {})
+    lowered, _ = fxprec.convert(Net(forward), dtype=BF16, **settings)
+    with torch.set_grad_enabled(gradients):
+        twice, _, dropped = lowered(x)
+    assert torch.equal(twice[:, : dropped.shape[1]] == 0, dropped == 0)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -16,6 +16,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.a, self.b, self.table, self.function = nn.Linear(8, 8), nn.Linear(8, 8), nn.Embedding(20, 8), function
+        self.gaps = nn.Parameter(torch.randn(8, 16)[:, ::2])
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> Any:
         return self.function(self, x, ids)
@@ -37,9 +38,18 @@ def of_what_is_returned(m: Net, x: torch.Tensor, ids: torch.Tensor) -> Any:
     return m.b(h.as_strided((2, 7, 8), (56, 8, 1), 0)), h
 
 
+def of_repeated_rows(m: Net, x: torch.Tensor, ids: torch.Tensor) -> Any:
+    v = m.a(x[0, 0]).expand(4, 8)
+    return m.b(v), v.as_strided((4,), (1,))
+
+
+def of_a_weight_with_gaps(m: Net, x: torch.Tensor, ids: torch.Tensor) -> Any:
+    return m.a(x), m.a(x) * m.gaps.as_strided((8,), (2,))
+
+
 @pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("function", [windows, of_an_input, of_what_is_returned])
+@pytest.mark.parametrize("function", [windows, of_an_input, of_what_is_returned, of_repeated_rows, of_a_weight_with_gaps])
 def test_it_sees_the_memory_of_the_original(function: Any, level: Any, capture: Any) -> None:
     torch._dynamo.reset()
     original, inputs = Net(function), (torch.randn(3, 7, 8), torch.randint(0, 20, (3, 7)))
