@@ -34,7 +34,8 @@ class Forces(Net):
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            return torch.autograd.grad(self.energy(x).mean(0).squeeze(), x)[0]
+            energy = self.b(torch.tanh(self.a(x)).mean(0)).squeeze()
+            return torch.autograd.grad(energy, x)[0]
 
 
 class InPieces(Net):

@@ -39,8 +39,8 @@ def of_what_is_returned(m: Net, x: torch.Tensor, ids: torch.Tensor) -> Any:
 
 
 def of_repeated_rows(m: Net, x: torch.Tensor, ids: torch.Tensor) -> Any:
-    v = m.a(x[0, 0]).expand(4, 8)
-    return m.b(v), v.as_strided((4,), (1,))
+    v = m.a(x[0, 0]).view(8, 1).expand(8, 8)
+    return m.b(v), v, v.as_strided((8,), (1,))
 
 
 def of_a_weight_with_gaps(m: Net, x: torch.Tensor, ids: torch.Tensor) -> Any:
@@ -49,7 +49,9 @@ def of_a_weight_with_gaps(m: Net, x: torch.Tensor, ids: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("function", [windows, of_an_input, of_what_is_returned, of_repeated_rows, of_a_weight_with_gaps])
+@pytest.mark.parametrize(
+    "function", [windows, of_an_input, of_what_is_returned, of_repeated_rows, of_a_weight_with_gaps]
+)
 def test_it_sees_the_memory_of_the_original(function: Any, level: Any, capture: Any) -> None:
     torch._dynamo.reset()
     original, inputs = Net(function), (torch.randn(3, 7, 8), torch.randint(0, 20, (3, 7)))
