@@ -14,6 +14,7 @@ import torch
 from fxprec.costs.files import costs_of, shipped_for_here
 from fxprec.errors import PolicyError, did_you_mean
 from fxprec.kernels.cpu.processor import cpu_flags, has_bfloat16_units, instruction_limit
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.kernels.rows.program.prices import LoopPrices
 from fxprec.passes.context import Context
 from fxprec.passes.costs.device_costs import AttentionWay, DeviceCosts
@@ -57,7 +58,7 @@ class Settings:
         one_of("capture", self.capture, get_args(Capture))
         one_of("executor", self.executor, get_args(Executor))
         self._check_fuse()
-        if self.dtype not in (torch.float16, torch.bfloat16):
+        if self.dtype not in LOW_DTYPES:
             raise ValueError(
                 f"dtype={self.dtype!r}: models are lowered to torch.float16 or torch.bfloat16; "
                 "leave dtype out for float16 on CUDA and bfloat16 elsewhere"

@@ -72,8 +72,8 @@ from fxprec.passes.graph.casts import cast, cast_each, cast_if_float, cast_satur
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.new_node import new_node, set_arguments
 from fxprec.passes.graph.wide_state import WITH_WIDE_STATE
-from fxprec.passes.ops.aliases import may_give_itself, written_by, written_memory
-from fxprec.passes.ops.names import cast_target, dtype_argument
+from fxprec.passes.ops.aliases import written_by, written_memory
+from fxprec.passes.ops.names import cast_target, dtype_argument, may_give_itself
 from fxprec.passes.ops.table import facts_at, facts_of
 from fxprec.passes.placement.sites import dtype_reference
 

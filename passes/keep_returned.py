@@ -44,6 +44,7 @@ from collections.abc import Mapping
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.passes.context import Context, PassResult, bodies_last
 from fxprec.passes.graph.annotations import UNKNOWN, Precision, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_for_caller, cast_if_float, read_back
@@ -51,8 +52,8 @@ from fxprec.passes.graph.grad_mode import grad_mode_at_nodes, returned_values
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.graph.subgraphs import body_of
 from fxprec.passes.insert_casts import HANDED_ON, actual_dtype, new_cast
-from fxprec.passes.ops.aliases import alias_roots, may_give_itself, written_by, written_roots
-from fxprec.passes.ops.names import cast_target
+from fxprec.passes.ops.aliases import alias_roots, written_by, written_roots
+from fxprec.passes.ops.names import cast_target, may_give_itself
 
 
 def keep_returned(gm: GraphModule, context: Context) -> PassResult:
@@ -194,7 +195,7 @@ def _cast_as_another(returned: Node) -> tuple[Node, Node] | None:
         node, source = source, source.args[0] if source.args else None
     if notes(node).op.name != "to" or notes(node).inserted or not isinstance(source, Node) or widened(node) is source:
         return None
-    is_low = actual_dtype(source) in (torch.float16, torch.bfloat16) and actual_dtype(node) is torch.float32
+    is_low = actual_dtype(source) in LOW_DTYPES and actual_dtype(node) is torch.float32
     only_casts = len(node.args) <= 2 and not node.kwargs.keys() - {"dtype", "other"}
     infos = {notes(node).dtype, notes(source).dtype}
     return (node, source) if is_low and only_casts and infos <= {torch.float32, UNKNOWN} else None
@@ -371,7 +372,7 @@ def widened(node: Node) -> Node | None:
         return None
     narrow, wide = actual_dtype(source), node.args[1] if node.target in CASTS else cast_target(node)
     guessed = narrow is torch.float32 and node.target is cast_if_float and notes(node).inserted
-    return source if (narrow in (torch.float16, torch.bfloat16) or guessed) and wide is torch.float32 else None
+    return source if (narrow in LOW_DTYPES or guessed) and wide is torch.float32 else None
 
 
 def _read_through(graph: Graph, after: Node, returned: Node, readers: list[tuple[Node, Node]]) -> None:

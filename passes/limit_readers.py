@@ -39,6 +39,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import UNKNOWN, leaves, notes
 from fxprec.passes.graph.casts import cast, cast_if_float
@@ -52,7 +53,6 @@ from fxprec.passes.placement.sites import Learned, carries_float, learned_values
 #: Of a low copy: queries, keys and values share one. A sum of so many terms is about as exact as each of them.
 READERS: Final = 4
 _WHY: Final = f"at most {READERS} readers share a low copy"
-_LOW: Final = (torch.float16, torch.bfloat16)
 
 
 @bodies_first
@@ -83,7 +83,7 @@ def _is_crowded(node: Node) -> bool:
     """Return whether a value that ran low for us has more readers than may share it."""
     if len(node.users) <= READERS and not any(map(_takes_many, node.users)):
         return False
-    if actual_dtype(node) not in _LOW or _original(node) in _LOW:
+    if actual_dtype(node) not in LOW_DTYPES or _original(node) in LOW_DTYPES:
         return False
     return sum(uses(user, node) for user in _readers(node)) > READERS
 

@@ -21,6 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxprec.errors import InvariantError
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.dtypes.fake_run import run_on_fakes
 from fxprec.passes.graph.annotations import CASTABLE, NO_OP, UNDECIDED, UNKNOWN, Rule, notes
@@ -115,7 +116,7 @@ def _full_in_fp32(gm: GraphModule, context: Context) -> Iterator[Violation]:
         row = rule_of(op.name)
         if precision.compute not in (torch.float32, torch.float64, None):
             yield Violation(node.name, f"computes in {dtype_name(precision.compute)}", "computes in float32")
-        elif precision.reads in (torch.float16, torch.bfloat16):
+        elif precision.reads in LOW_DTYPES:
             served = row is not None and (context.device in row.mixed or node.kwargs.get("dtype") is not None)
             if not served:
                 yield Violation(node.name, f"reads {dtype_name(precision.reads)}", "a kernel with FP32 inside")

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from fxprec.amp.fp16_scaler import DynamicLossScaler, StaticLossScaler
 from fxprec.errors import LossScaleFloorError
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.scaling.gradients import parameters_of
 from fxprec.torch_internals import foreach_copy_
 
@@ -297,7 +298,7 @@ def with_masters(optimizer: Optimizer) -> list[MasterGroup]:
         for position, parameter in enumerate(group["params"]):
             if not parameter.requires_grad:
                 continue
-            if parameter.dtype in (torch.float16, torch.bfloat16):
+            if parameter.dtype in LOW_DTYPES:
                 found.low.append(parameter)
                 found.masters.append(parameter.detach().clone().float().requires_grad_())
             elif parameter.dtype is torch.float32:

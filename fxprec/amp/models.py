@@ -15,6 +15,7 @@ from fxprec.amp.properties import Properties
 from fxprec.amp.registered import with_registered
 from fxprec.convert import convert
 from fxprec.errors import ConversionError
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.model.checks import settled_device
 from fxprec.model.conversion import conversion_of, is_converted
 from fxprec.model.swapped import put_back
@@ -23,8 +24,6 @@ from fxprec.passes.policy.policy import Policy
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.settings import Settings
 from fxprec.torch_internals import BatchNorm
-
-_LOW = (torch.float16, torch.bfloat16)
 
 
 def device_of(models: Iterable[nn.Module]) -> str:
@@ -51,7 +50,7 @@ def check_models(models: Iterable[nn.Module], low: bool = False) -> None:
             continue  # at O3 its parameters are low; ``convert_model`` compares what it was converted to
         for kind, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
             for name, tensor in tensors:
-                if tensor.dtype in _LOW:
+                if tensor.dtype in LOW_DTYPES:
                     raise RuntimeError(
                         f"Found {kind} {name} with type {tensor.dtype}, expected torch.float32. When using "
                         "amp.initialize, you do not need to call .half() on your model before passing it, no matter "
@@ -106,7 +105,7 @@ def _override(policy: Policy, norms: Iterable[str], rule: Rule) -> Policy:
 def _state_in_fp32(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
     """Save low tensors as FP32, as a state_dict hook, so that a checkpoint of any level loads at any other."""
     for key, value in state.items():
-        if key.startswith(prefix) and isinstance(value, Tensor) and value.dtype in _LOW:
+        if key.startswith(prefix) and isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
             state[key] = value.float()
 
 

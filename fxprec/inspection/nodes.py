@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxprec.errors import did_you_mean
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.passes.graph.annotations import NO_OP, module_path, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.subgraphs import subgraph_of
@@ -109,7 +110,7 @@ def is_inserted(node: Node) -> bool:
 
 def is_shadow(node: Node) -> bool:
     """Return whether a node is our cast of a parameter to a low dtype: at run time a shadow is read instead."""
-    return any(is_weight_cast(node, low) for low in (torch.float16, torch.bfloat16))
+    return any(is_weight_cast(node, low) for low in LOW_DTYPES)
 
 
 def op_name(node: Node) -> str:

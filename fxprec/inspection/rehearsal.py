@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxprec.inspection.nodes import is_inserted, moves_data, op_name
 from fxprec.inspection.text import clause_of
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.kernels.torch_internals import FakeTensor
 from fxprec.model.captured import Captured
@@ -40,8 +41,6 @@ from fxprec.passes.graph.subgraphs import attribute_of
 from fxprec.passes.torch_internals import FakeTensorMode
 from fxprec.programs.program import checkpointed
 from fxprec.torch_internals import OpMode, aten_to_copy, storage_key
-
-_LOW: Final = (torch.float16, torch.bfloat16)
 
 _NO_SHAPES: Final = "unknown without shapes: give convert(model, example_inputs=...)"
 
@@ -223,7 +222,7 @@ def _weights(gm: GraphModule) -> dict[str, Tensor]:
 
 
 def _is_low(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dtype in _LOW
+    return isinstance(value, Tensor) and value.dtype in LOW_DTYPES
 
 
 class _Player(Interpreter):
@@ -240,7 +239,7 @@ class _Player(Interpreter):
         # The autocast side runs without our casts: each hands its input on.
         if is_inserted(n) and not self._casts:
             value, maker = self.fetch_args_kwargs_from_env(n)[0][0], n.all_input_nodes[0]
-            if notes(n).precision.output in _LOW and _is_low(value):
+            if notes(n).precision.output in LOW_DTYPES and _is_low(value):
                 self._counting.note(maker)
             return value
         before = self._counting.traffic.casts

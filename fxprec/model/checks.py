@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from fxprec.errors import ConversionError, ServiceWarning
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.model.conversion import is_converted
 from fxprec.model.swapped import is_host
 from fxprec.passes.policy.policy import Policy
@@ -168,7 +169,7 @@ def _refuse_weights(model: nn.Module) -> None:
     if not dtypes or torch.float32 in dtypes:
         return
     kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-    if dtypes <= {torch.float16, torch.bfloat16}:
+    if dtypes <= set(LOW_DTYPES):
         advice = (
             "its FP32 values are gone, and without them small updates are lost. Load the model in FP32 "
             "(transformers: dtype=torch.float32; else model.float()) and convert that"

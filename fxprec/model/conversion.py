@@ -26,6 +26,7 @@ from fxprec.errors import (
     did_you_mean,
 )
 from fxprec.kernels.launch.observers import TRANSFORM, unwatched, watcher
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.model.captured import Captured
 from fxprec.model.captured_graphs import CapturedGraphs
@@ -249,7 +250,7 @@ class Conversion(Resources):
         if self.frozen is not None or self.settings.policy.lowers_parameters:
             return False
         weights = (parameter for parameter in model.parameters() if parameter.is_floating_point())
-        are_low = (weight.dtype in (torch.float16, torch.bfloat16) for weight in weights)
+        are_low = (weight.dtype in LOW_DTYPES for weight in weights)
         return next(are_low, False) and all(are_low)  # mostly the first one is not
 
     def _run_low(self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

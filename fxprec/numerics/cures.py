@@ -29,9 +29,10 @@ from torch.fx import Node
 from fxprec.errors import FxprecError
 from fxprec.inspection.nodes import is_own_code, op_name, source_line
 from fxprec.inspection.text import fold
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.model.conversion import conversion_of
 from fxprec.numerics.births import Birth, Source
-from fxprec.numerics.overrides import LOW, Words, in_fp32, is_view, near_by, readers
+from fxprec.numerics.overrides import Words, in_fp32, is_view, near_by, readers
 from fxprec.numerics.problem import converted_anew
 from fxprec.numerics.step import Births, TrainingStep
 from fxprec.passes.graph.annotations import Rule, module_path, notes
@@ -102,7 +103,7 @@ def policy_cure(step: TrainingStep, birth: Birth, fails_in_fp32: bool) -> Cure |
     """
     # With a fault in FP32 as well, only what precision adds to it can be cured by a policy: a fault at another op.
     wide = fault_in_fp32(step) if fails_in_fp32 else None
-    if fails_in_fp32 and (wide is None or wide.origin.name == birth.origin.name or birth.dtype not in LOW):
+    if fails_in_fp32 and (wide is None or wide.origin.name == birth.origin.name or birth.dtype not in LOW_DTYPES):
         return None
     tried = Search(step, wide).cure(birth)
     if tried is None:

@@ -29,7 +29,6 @@ from fxprec.passes.policy.policy import Kind, Policy
 Words: TypeAlias = tuple[Kind, str]
 
 #: Low dtypes that an override takes a node out of.
-LOW: Final = (torch.float16, torch.bfloat16)
 #: A type of op and a pattern with ``*`` want to be about as many nodes: else a name says more.
 _SEVERAL: Final = 2
 

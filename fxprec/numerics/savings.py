@@ -26,9 +26,10 @@ from torch.fx import Node
 
 from fxprec.errors import FxprecError
 from fxprec.inspection.nodes import places
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.model.conversion import conversion_of
 from fxprec.numerics.ledger import Ledger, Row
-from fxprec.numerics.overrides import LOW, in_fp32, readers
+from fxprec.numerics.overrides import in_fp32, readers
 from fxprec.numerics.problem import Batch, Problem, converted_anew
 from fxprec.passes.graph.annotations import notes, weight_path
 from fxprec.passes.graph.casts import CASTS
@@ -179,7 +180,7 @@ def _deciding(index: Node) -> list[Node]:
         for each in left.pop().all_input_nodes:
             if each not in seen and isinstance(notes(each).dtype, torch.dtype | tuple):  # and no size
                 seen.add(each)
-                low = notes(each).precision.compute in LOW and each.target not in CASTS
+                low = notes(each).precision.compute in LOW_DTYPES and each.target not in CASTS
                 (found if low and not facts_of(notes(each).op.name).view else left).append(each)
     return found
 

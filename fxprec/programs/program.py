@@ -24,6 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxprec.kernels.launch.observers import DUAL, TRANSFORM, watcher
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.graph.annotations import Precision, Rule, notes, weight_path
 from fxprec.passes.graph.casts import cast, cast_if_float
@@ -65,7 +66,6 @@ class Program:
     packed: GraphModule | None = None
 
 
-_LOW: Final = (torch.float16, torch.bfloat16)
 #: What cannot be part of a Python name.
 _NO_NAME: Final = re.compile(r"\W")
 
@@ -155,7 +155,7 @@ def without_autocast(function: Callable[..., Any], device: str) -> Callable[...,
 def _is_mixed_norm(node: Node) -> bool:
     """Return whether its kernel reads low values beside FP32 weights or statistics: norms of a CPU."""
     annotations = notes(node)
-    return bool(facts_of(annotations.op.name).mixed) and annotations.precision.output in _LOW
+    return bool(facts_of(annotations.op.name).mixed) and annotations.precision.output in LOW_DTYPES
 
 
 def _regions(gm: GraphModule) -> dict[str, FusedRegion]:
@@ -194,7 +194,7 @@ def _with_wide_norms(lifted: GraphModule) -> GraphModule:
         if not _is_mixed_norm(node):
             continue
         for operand in node.all_input_nodes:  # at O3 its weights are low as well
-            if notes(operand).precision.output in _LOW and not notes(operand).written:
+            if notes(operand).precision.output in LOW_DTYPES and not notes(operand).written:
                 with graph.inserting_before(copied):
                     wide = graph.call_function(cast_if_float, (values[operand], torch.float32))
                 copied.replace_input_with(values[operand], wide)

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.kernels.torch_internals import disable_current_modes
 from fxprec.passes.graph.annotations import SPARSE, notes
 from fxprec.passes.torch_internals import FakeTensorMode, unlogged
-
-_LOW = (torch.float16, torch.bfloat16)
 
 
 def propagate_shapes(gm: GraphModule, tensors: Sequence[Tensor]) -> bool:
@@ -70,10 +69,10 @@ def state_dtypes(gm: GraphModule) -> None:
         precision, value = notes(node).precision, node.meta.get("val")
         if precision.output is None or not isinstance(value, Tensor):
             continue
-        if value.dtype in (torch.float32, *_LOW) and value.dtype != precision.output:
+        if value.dtype in (torch.float32, *LOW_DTYPES) and value.dtype != precision.output:
             with getattr(value, "fake_mode", contextlib.nullcontext()), torch.no_grad():
                 node.meta["val"] = value.to(precision.output)
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _LOW else tensor
+    return tensor.float() if tensor.dtype in LOW_DTYPES else tensor

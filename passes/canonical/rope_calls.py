@@ -11,7 +11,7 @@ from torch.fx import Proxy
 
 from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
-from fxprec.kernels.launch.operands import suits_loops
+from fxprec.kernels.launch.operands import LOW_DTYPES, suits_loops
 from fxprec.passes.graph.retrace import is_served, leaf
 
 #: As a ``half``: pairs are neighbours, and not columns half of all apart.
@@ -44,7 +44,7 @@ def rope(x: Any, cos: Any, sin: Any, half: int | str | None, compiled: bool = Fa
     else:
         turned = torch.cat((-x[..., columns:], x[..., :columns]), dim=-1)
     result = x * cos + turned * sin
-    return result.to(x.dtype) if result.dtype != x.dtype and x.dtype in (torch.float16, torch.bfloat16) else result
+    return result.to(x.dtype) if result.dtype != x.dtype and x.dtype in LOW_DTYPES else result
 
 
 def run_for(x: Tensor, cos: Tensor, sin: Tensor, half: int | str | None) -> Run | None:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.kernels.torch_internals import FakeTensor
 from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo, leaves, nested, notes
 from fxprec.passes.torch_internals import FakeTensorMode, no_autocast
-
-_LOW: Final = (torch.float16, torch.bfloat16)
 
 
 def numel_of(value: Any) -> Any:
@@ -72,7 +71,7 @@ def _captured_otherwise(node: Node) -> bool:
 def _lowered_itself(node: Node, captured: DTypeInfo) -> bool:
     """Return whether the result has a low dtype that no input has: autocast is registered for the op, or used in it."""
     inputs = {info for source in node.all_input_nodes for info in leaves(notes(source).dtype)}
-    return any(info in _LOW and info not in inputs for info in leaves(captured))
+    return any(info in LOW_DTYPES and info not in inputs for info in leaves(captured))
 
 
 def _doubtful(captured: DTypeInfo, low: torch.dtype) -> DTypeInfo:

@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node, Proxy
 
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.fusion.kernel_calls import cross_entropy
 from fxprec.passes.graph.annotations import argument, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.retrace import leaf
 
-_LOW: Final = (torch.float16, torch.bfloat16)
 #: Multiplications of a product from which on the slow kernel loses more than a call takes: 2 FLOP each at some 100
 #: TFLOP/s in the place of 600 (measured on an H200).
 _WORTH: Final = 1 << 30
@@ -43,7 +43,7 @@ def aligned_linear(input: Any, weight: Any, bias: Any = None, apart: bool = Fals
     if (
         input.is_cuda
         and watcher(COMPILER, SCRIPT, TRANSFORM, DUAL, ANY_MODE) is None
-        and weight.dtype in _LOW
+        and weight.dtype in LOW_DTYPES
         and type(input) is Tensor
         and type(weight) in (Tensor, torch.nn.Parameter)
         and input.numel() * len(weight) >= _WORTH

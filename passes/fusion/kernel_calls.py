@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node, Proxy
 
 from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
-from fxprec.kernels.launch.operands import suits_loops
+from fxprec.kernels.launch.operands import LOW_DTYPES, suits_loops
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.fusion.worth import FEWEST, is_large
 from fxprec.passes.graph.annotations import CASTABLE, Precision, notes
@@ -47,7 +47,6 @@ from fxprec.passes.graph.grad_mode import returned_with_gradient
 from fxprec.passes.graph.retrace import is_served, leaf
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 
-_LOW: Final = (torch.float16, torch.bfloat16)
 #: (logits, classes next to each other) on a CPU: from here on the passes over memory weigh more than the calls. Of
 #: fewer, or of the pixels of an image, torch's loss is faster.
 _SLICES: Final = (1 << 20, 512)
@@ -128,13 +127,13 @@ def cross_entropy(
     wide = target.dtype is torch.float64 or (weight is not None and weight.dtype is torch.float64)
     labels = weight is None and not target.is_floating_point()
     compiled = compiled and labels and _is_long(input, *_LOOP) and suits_loops(input)
-    sliced = labels and label_smoothing == 0 and input.dtype in _LOW and _is_long(input, *_SLICES)  # else slower
+    sliced = labels and label_smoothing == 0 and input.dtype in LOW_DTYPES and _is_long(input, *_SLICES)  # else slower
     served = compiled or sliced or is_served(input)
     if served and not wide and (weight is None or not weight.requires_grad):
         from fxprec.kernels.nn.cross_entropy import cross_entropy as kernel  # which loads Triton
 
         return kernel(input, target, weight, **options, compiled=compiled)
-    return F.cross_entropy(input.float() if input.dtype in _LOW else input, target, weight, **options)
+    return F.cross_entropy(input.float() if input.dtype in LOW_DTYPES else input, target, weight, **options)
 
 
 def _is_taken(x: Any) -> bool:
@@ -261,7 +260,7 @@ def _group_norm(node: Node, arguments: dict[str, Any], source: Any, steady: Call
     end = node if silu is None else silu
     low = notes(source).precision.output
     casts = [*end.users]
-    if low not in _LOW or not casts or not all(_is_inserted_cast(each) and each.args[1] is low for each in casts):
+    if low not in LOW_DTYPES or not casts or not all(_is_inserted_cast(each) and each.args[1] is low for each in casts):
         return False
     decided = notes(node).precision
     options = {name: each for name, each in arguments.items() if name != "input"}

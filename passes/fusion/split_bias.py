@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.passes.fusion.row_operations import is_row_operation
 from fxprec.passes.graph.annotations import CASTABLE, Op, Precision, Rule, argument, notes
 from fxprec.passes.graph.casts import CASTS, cast
@@ -76,7 +77,7 @@ def _split(graph: Graph, product: Node, end: Node, bias: Node, behind: int) -> S
             view.meta = _shaped(parameter, shape) | {"op": Op("reshape")}
             notes(view).precision = Precision.arriving(None, torch.float32, Rule.FOLLOW, "a view of the bias")
             parameter = view
-        if low in (torch.float16, torch.bfloat16) and notes(parameter).precision.output is not low:
+        if low in LOW_DTYPES and notes(parameter).precision.output is not low:
             name = f"{bias.name}_joined"
             parameter = graph.create_node("call_function", cast, (parameter, low), name=name)
             parameter.meta = _shaped(bias, (-1,) + (1,) * behind) | {

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Proxy
 
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
-from fxprec.kernels.launch.operands import PLAIN
+from fxprec.kernels.launch.operands import LOW_DTYPES, PLAIN
 from fxprec.passes.graph.annotations import CASTABLE
 from fxprec.passes.graph.retrace import leaf
 from fxprec.passes.torch_internals import tree_leaves, tree_map
@@ -45,7 +45,7 @@ def read_back(wide: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """
     if isinstance(wide, Proxy) or isinstance(low, Proxy):
         return leaf(read_back, wide, low)
-    was_low = low.dtype in (torch.float16, torch.bfloat16)
+    was_low = low.dtype in LOW_DTYPES
     return wide.to(low.dtype) if was_low and wide.dtype is torch.float32 else low
 
 

@@ -19,9 +19,8 @@ from typing import Final
 
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.passes.graph.annotations import Op, Rule, arg_nodes, argument, notes, tensors_of
+from fxprec.passes.graph.annotations import Op, Rule, arg_nodes, argument, notes
 from fxprec.passes.graph.subgraphs import body_of
-from fxprec.passes.ops.names import cast_target, is_idle_dropout
 from fxprec.passes.ops.table import OpRule, facts_of
 from fxprec.passes.torch_internals import OpOverload, OpOverloadPacket, is_higher_order, numpy_call, schema_of
 
@@ -89,18 +88,6 @@ def shared_sources(node: Node) -> Iterator[Node]:
         yield first
     else:  # broadcast_tensors(x, y), atleast_1d([x, y]): a view of each
         yield from (source for port, source in arg_nodes(node) if port == 0 or not isinstance(first, tuple | list))
-
-
-def may_give_itself(node: Node) -> bool:
-    """Return whether an op gives its very argument where there is nothing to do (``contiguous``)."""
-    facts = facts_of(notes(node).op.name)
-    if notes(node).op.name == "getattr":
-        return node.args[1:] == ("real",)
-    if not facts.itself or len(tensors_of(node)) != 1 or cast_target(node) is not None:
-        return False
-    if any(each.args[1:] == ("dtype",) for each in node.all_input_nodes):  # h.to(x.dtype)
-        return False
-    return not facts.random or is_idle_dropout(node)
 
 
 def written_by(node: Node) -> Iterable[Node]:

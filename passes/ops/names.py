@@ -20,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from fxprec.passes.graph.annotations import Op, argument, notes
+from fxprec.passes.graph.annotations import Op, argument, notes, tensors_of
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.wide_state import WITH_WIDE_STATE
 from fxprec.passes.ops.equations import Form, equation_of
 from fxprec.passes.ops.spellings import ALIASES, FIXED_CASTS
+from fxprec.passes.ops.table import facts_of
 from fxprec.passes.torch_internals import (
     OpOverload,
     OpOverloadPacket,
@@ -104,6 +105,18 @@ def is_idle_dropout(node: Node) -> bool:
     if notes(node).op.name not in ("dropout", "alpha_dropout"):
         return False
     return argument(node, 2, "training") is False or argument(node, 1, "p") == 0
+
+
+def may_give_itself(node: Node) -> bool:
+    """Return whether an op gives its very argument where there is nothing to do (``contiguous``)."""
+    facts = facts_of(notes(node).op.name)
+    if notes(node).op.name == "getattr":
+        return node.args[1:] == ("real",)
+    if not facts.itself or len(tensors_of(node)) != 1 or cast_target(node) is not None:
+        return False
+    if any(each.args[1:] == ("dtype",) for each in node.all_input_nodes):  # h.to(x.dtype)
+        return False
+    return not facts.random or is_idle_dropout(node)
 
 
 def dtype_argument(node: Node) -> torch.dtype | None:

@@ -25,11 +25,12 @@ is. What an override of the user's lowers is lowered, whatever it costs, and so 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, Rule, module_path, notes
 from fxprec.passes.graph.text import dtype_name
@@ -60,8 +61,6 @@ from fxprec.passes.placement.solver import solve
 from fxprec.passes.placement.variables import FP32, LOW, Variables
 from fxprec.passes.placement.walk import GraphWalk
 from fxprec.passes.torch_internals import is_higher_order
-
-_LOW_DTYPES: Final = (torch.float16, torch.bfloat16)
 
 
 class _Decided(NamedTuple):
@@ -180,7 +179,7 @@ class CutWalk(GraphWalk):
                 self.squares.add(site.node)
                 site = site._replace(rule=Rule.FULL, why=square)
             elif site.rule is Rule.LOW and site.is_as_in_table:
-                if self.origins.counts(site.node) and notes(site.node).dtype not in _LOW_DTYPES:
+                if self.origins.counts(site.node) and notes(site.node).dtype not in LOW_DTYPES:
                     site = site._replace(rule=Rule.FULL, why=COUNTS)
                 elif is_elementwise(site.node):
                     site = site._replace(rule=Rule.PROMOTE, why=ELEMENTWISE)
@@ -342,7 +341,7 @@ class CutWalk(GraphWalk):
         node = site.node
         if node in self.chains:
             return "between an exponential and a reduction of it"
-        was_low = notes(node).dtype in _LOW_DTYPES
+        was_low = notes(node).dtype in LOW_DTYPES
         if node in self.saturated and not was_low:
             return self.saturated[node]
         if not was_low and stalls(site, self.context.device):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, Node
 
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import (
     UNKNOWN,
@@ -55,7 +56,7 @@ def learned_values(graph: Graph, operands: Mapping[Node, Node], known: dict[Node
             found = Learned.WIDENED  # autocast computes in the widest dtype, which is FP32 here
         cast = cast_target(node) if notes(node).op.name == "to" and not notes(node).inserted else None
         wide = row.autocast is Rule.FULL or not row.low_kernel or cast is torch.float32
-        low = (row.autocast or row.rule) is Rule.LOW or cast in (torch.float16, torch.bfloat16)
+        low = (row.autocast or row.rule) is Rule.LOW or cast in LOW_DTYPES
         if notes(node).kind == "parameter":
             found = Learned.TABLE
         elif node.op == "placeholder" and node not in operands and carries_float(notes(node).dtype):

@@ -21,12 +21,12 @@ import torch
 from torch.fx import Node
 
 from fxprec.capture.tripwires import replaced
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.passes.ops.names import dtype_among
 from fxprec.torch_internals import dynamo_classes
 
 #: Numbers of ``torch.finfo`` that tell how fine a dtype is.
 _FINE: Final = frozenset({"eps", "tiny", "smallest_normal", "smallest_subnormal", "resolution"})
-_LOW: Final = frozenset({torch.float16, torch.bfloat16})
 
 
 @contextlib.contextmanager
@@ -132,7 +132,7 @@ def _is_low_by_net(node: Node, first: bool, known: dict[Node, bool]) -> bool:
             known[node] = False
         else:
             known[node] = any(
-                any(each.dtype not in _LOW for each in floats) or _is_low_by_net(source, first, known)
+                any(each.dtype not in LOW_DTYPES for each in floats) or _is_low_by_net(source, first, known)
                 for source in node.all_input_nodes
                 if (floats := _floats_of(source.meta.get("example_value")))
             )
@@ -147,4 +147,4 @@ def _floats_of(value: object) -> list[torch.Tensor]:
 
 def _names_low(node: Node) -> bool:
     """Return whether a call names a low dtype: among its arguments, or by its name, as ``x.bfloat16()`` does."""
-    return dtype_among((*node.args, *node.kwargs.values())) in _LOW or str(node.target) in ("half", "bfloat16")
+    return dtype_among((*node.args, *node.kwargs.values())) in LOW_DTYPES or str(node.target) in ("half", "bfloat16")

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxprec.host_reads import reading_waits
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.optim.gradient_check import GradientCheck
 from fxprec.scaling.gradients import parameters_of
 from fxprec.scaling.skips import wants_scaler
@@ -41,7 +42,7 @@ class Numbers:
         here = [each.to(device, non_blocking=True) for each in (*largest, *found)]
         values = torch.stack(here) if here else torch.zeros(0, device=device)
         # Flags and sums of them must stay exact once numbers are appended.
-        low = values.dtype in (torch.float16, torch.bfloat16)
+        low = values.dtype in LOW_DTYPES
         return cls(values.float() if low else values, len(largest), len(found))
 
     def and_more(self, more: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.kernels.rows.program.lowering import ROW_REDUCTIONS, lower
 from fxprec.kernels.rows.program.region_graph import is_inserted, op_name
 from fxprec.kernels.rows.program.row_program import Forward, Port, RowProgram, Store
@@ -97,7 +98,7 @@ def forward(
             raise Declined(f"{name} gives {dtype}")
         if dtype is torch.bool:
             term = RowTerm(b.truth(term.value), own, term.dropped)  # a sum of bools is an or, a product an and
-        if node in returned and dtype in (torch.float16, torch.bfloat16) and isinstance(term.value, Value):
+        if node in returned and dtype in LOW_DTYPES and isinstance(term.value, Value):
             # Other kernels read the stored value, so what follows inside the region must use the rounded one too.
             term = RowTerm(b.round(term.value, dtype), own, term.dropped)
         terms[node] = term
