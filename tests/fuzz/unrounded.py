@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 import fxprec.capture.dynamo.analysis
-import fxprec.model.conversion
+import fxprec.model.dynamic
 import fxprec.programs.packed_weights
 from fxprec.passes.graph.casts import CASTS
 from fxprec.programs.program import Executor, Program, lift
@@ -33,7 +33,7 @@ def casts_that_do_not_round() -> Iterator[None]:
     with (
         mock.patch.object(fxprec.programs.packed_weights, "lift", _lift),
         # FP64 holds FP32, there and back: shadows that are real ones, renewed as ever, and exact
-        mock.patch.object(fxprec.model.conversion, "ShadowStore", lambda dtype: ShadowStore(torch.float64)),
+        mock.patch.object(fxprec.model.dynamic, "ShadowStore", lambda dtype: ShadowStore(torch.float64)),
         mock.patch.object(fxprec.model.conversion.Conversion, "net_context", lambda self: contextlib.nullcontext()),
     ):
         yield
