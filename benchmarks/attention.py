@@ -135,10 +135,6 @@ def _error(found: Tensor, exact: Tensor) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
-def _text(size: Size) -> str:
-    return f"{size.batch} x {size.heads} ({size.groups}) x {size.length} x {size.width} {size.kind}"
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run what the options say; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks attention", description="Time attention on a CPU")

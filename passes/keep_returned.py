@@ -163,11 +163,12 @@ def _route_readers(graph: Graph, handed_out: list[Node], recorded: Mapping[Node,
             and position[user] > position[after]
             and user.target is not read_back
         ]
+        # The cast goes right behind the value, and what it is to be like must be there: ``x.dtype`` is asked for
+        # earlier than it was, and where ``x`` itself comes later all stays as it is.
         others = [node for node in returned.all_input_nodes if position[node] > position[after]]
-        if any(
-            notes(node).op.name != "getattr" or position[node.all_input_nodes[0]] > position[after] for node in others
-        ):
-            continue  # the cast cannot stand there: what it is to be like is made later
+        asked = [node.all_input_nodes[0] if notes(node).op.name == "getattr" else node for node in others]
+        if any(position[node] > position[after] for node in asked):
+            continue
         if readers and all(position.get(user, 0) > position[after] for user in returned.users):
             for node in others:
                 after.append(node)
@@ -175,11 +176,6 @@ def _route_readers(graph: Graph, handed_out: list[Node], recorded: Mapping[Node,
             _read_through(graph, after, returned, readers)
             changed = True
     return changed
-
-
-def _asked(node: Node) -> Node:
-    """Return the tensor of ``x.dtype``, which may be asked for earlier as well; else the node."""
-    return node.all_input_nodes[0] if notes(node).op.name == "getattr" else node
 
 
 def _cast_as_another(returned: Node) -> tuple[Node, Node] | None:
