@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxprec.model.conversion import is_converted
-from fxprec.model.warm_up import buffers_kept
+from fxprec.model.warm_up import values_kept
 from fxprec.passes.dtypes.fake_run import find_disagreement
 from fxprec.passes.graph.annotations import CASTABLE, UNDECIDED, Precision, Rule, notes
 from fxprec.passes.graph.text import dtype_name
@@ -51,7 +51,7 @@ def assert_annotations_hold(model: nn.Module, *args: Any, **kwargs: Any) -> None
         with torch.random.fork_rng(), mock.patch("fxprec.programs.packed_weights.lift", _checking_lift(ran)):
             copy.deepcopy(model)(*args, **kwargs)
     elif isinstance(model, GraphModule) and any(notes(node).state("precision") for node in model.graph.nodes):
-        with torch.random.fork_rng(), buffers_kept(model):
+        with torch.random.fork_rng(), values_kept(model.buffers()):
             _checking(model, ran).run(*args, *kwargs.values())
     else:
         raise ValueError(f"{type(model).__name__} is neither converted nor a GraphModule that the passes went over")

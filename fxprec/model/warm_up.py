@@ -43,7 +43,7 @@ def warm_up(module: nn.Module, conversion: Conversion, example_inputs: Sequence[
         if any(is_lazy(parameter) for parameter in module.parameters()):
             _materialize(module, conversion, *copied_inputs(module, args, kwargs))
         args, kwargs = copied_inputs(module, args, kwargs)
-        with _untouched(module, conversion), unlogged():
+        with _untouched(module, conversion, [*module.parameters(), *module.buffers()]), unlogged():
             module(*args, **kwargs)
     except FxprecError:
         raise
@@ -93,15 +93,15 @@ def _materialize(module: nn.Module, conversion: Conversion, args: tuple[Any, ...
 
 
 @contextlib.contextmanager
-def _untouched(module: nn.Module, conversion: Conversion) -> Iterator[None]:
-    """Put back attributes, parameters, buffers and every random number generator."""
+def _untouched(module: nn.Module, conversion: Conversion, tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Put back a module's attributes, the values of these tensors of its, and every random number generator."""
     state, random = ModelState(module), RandomState()
     written: list[Tensor] = []
     try:
-        with values_kept(module.parameters()) as written, buffers_kept(module):
+        with values_kept(tensors) as written:
             yield
     finally:
-        if written:
+        if any(isinstance(tensor, nn.Parameter) for tensor in written):
             conversion.store.mark_stale()  # a version that a shadow knows may come again, with other values
         state.restore()
         random.restore()
@@ -115,30 +115,18 @@ def kept(model: nn.Module) -> Iterator[None]:
     within: such hooks step optimizers.
     """
     conversion = conversion_of(model)
-    state, random, calls = ModelState(model), RandomState(), conversion.calls
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    calls, gradients = conversion.calls, [(parameter, parameter.grad) for parameter in model.parameters()]
     writes = any(captured.program.writes_weights for captured in conversion.captured)
     written = [*model.buffers(), *(model.parameters() if writes else ())]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with late_hooks_aside(parameter for parameter, _ in gradients), values_kept(written):
+        with _untouched(model, conversion, written), late_hooks_aside(parameter for parameter, _ in gradients):
             yield
     finally:
-        if writes:
-            conversion.store.mark_stale()  # a version that a shadow knows may come again, with other values
-        state.restore()
-        random.restore()
         conversion.calls = calls
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-@contextlib.contextmanager
-def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Put back the values of buffers."""
-    with values_kept(module.buffers()):
-        yield
 
 
 @contextlib.contextmanager
