@@ -34,7 +34,7 @@ from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.ops.aliases import alias_roots, written_by
 from fxprec.passes.ops.names import is_idle_dropout
 from fxprec.passes.ops.table import facts_of
-from fxprec.passes.torch_internals import is_higher_order
+from fxprec.passes.torch_internals import LazyBase, is_higher_order
 from fxprec.torch_internals import checkpoint_context, tag_activation_checkpoint
 
 Executor = Literal["eager", "inductor"]
@@ -108,8 +108,8 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
         if body is not gm and run_checkpoints(body.graph):
             body.recompile()
     _bind_patched(graph)
-    lifted = GraphModule(gm, graph, class_name="Program")
-    function = lifted.forward if executor == "eager" else torch.compile(lifted, backend="inductor")
+    lifted = LazyBase(gm, graph, class_name="Program")
+    function = _written_when_called(lifted) if executor == "eager" else torch.compile(lifted, backend="inductor")
     if _has_mixed_norms(lifted):
         function = _wide_under_transforms(function, lifted)
     named = {kind: tuple(path for k, path in slots if k == kind) for kind in ("low", "plain")}
@@ -119,6 +119,20 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
     matters = {node.target for node in _written_or_copied(gm.graph)} if written else ()
     watched = tuple(target for target in named["plain"] if target in matters)
     return Program(function, named["low"], named["plain"], lifted, bool(written), watched, writes_weights)
+
+
+def _written_when_called(lifted: LazyBase) -> Callable[..., Any]:
+    """Return the forward of a graph module that writes its source at the first call: a tenth of a conversion."""
+    forward: Callable[..., Any] | None = None
+
+    def run(*args: Any) -> Any:
+        nonlocal forward
+        if forward is None:
+            lifted.real_recompile()
+            forward = lifted.forward
+        return forward(*args)
+
+    return run
 
 
 def _written_or_copied(graph: Graph) -> set[Node]:
