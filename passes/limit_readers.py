@@ -41,7 +41,7 @@ from torch.fx.node import Argument, map_arg
 
 from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.passes.context import Context, PassResult, bodies_first
-from fxprec.passes.graph.annotations import UNKNOWN, leaves, notes
+from fxprec.passes.graph.annotations import UNKNOWN, Rule, leaves, notes
 from fxprec.passes.graph.casts import cast, cast_if_float
 from fxprec.passes.graph.grad_mode import ever_records, grad_mode_at_nodes
 from fxprec.passes.graph.new_node import set_arguments
@@ -109,11 +109,14 @@ def _is_copy_of_weight(node: Node) -> bool:
 
 
 def _readers(node: Node) -> list[Node]:
-    """Return those that give back a gradient of all the value, under autocast to a copy of their own."""
+    """Return those that give back a gradient of all the value, under autocast to a copy of their own.
+
+    Products that read a weight itself share one under autocast, too.
+    """
     found = [user for user in node.users if carries_float(notes(user).dtype)]
-    if _is_copy_of_weight(node):
-        return [user for user in found if facts_at(user).whole]
-    return [user for user in found if facts_at(user).whole or not facts_at(user).view]
+    shared = (Rule.LOW,) if _is_copy_of_weight(node) else ()
+    rows = {user: facts_at(user) for user in found}
+    return [user for user, row in rows.items() if row.whole or not (row.view or row.rule in shared)]
 
 
 def _split(node: Node, readers: list[Node], recorded: Mapping[Node, bool]) -> None:

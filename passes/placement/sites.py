@@ -25,6 +25,7 @@ from fxprec.passes.graph.annotations import (
     arg_nodes,
     argument,
     is_castable,
+    leaves,
     module_path,
     notes,
 )
@@ -111,14 +112,16 @@ class Site(NamedTuple):
     def adds_up_low(self, context: Context, learned: Callable[[Node], Learned]) -> bool:
         """Return whether the kernel's backward would add up in low where torch.autocast's adds up in FP32.
 
-        A lookup's weight is a table, whatever made it. Where the level has activations low it may stay low, and so may
-        one whose values are repeated at its borders only.
+        A lookup's weight is a table, whatever made it. Where the level has activations low it may stay low. What pads
+        adds up many values where it pads widely.
         """
         free = self.rule in (Rule.FOLLOW, Rule.PROMOTE) and context.device in self.facts.adds_up
         if not free or (self.facts.pads and not _repeats(self.node)):
             return False
         base = learned(self.base)
-        activations = not (context.policy.lowers_sources or self.facts.pads)
+        activations = not context.policy.lowers_sources
+        if self.facts.pads:
+            return base is Learned.TABLE or (activations and not _is_narrow(self.node))
         return self.facts.lookup or base is Learned.TABLE or (activations and base is Learned.WIDENED)
 
     def accumulates_wide(self, context: Context, asked: torch.dtype | None) -> bool:
@@ -135,6 +138,11 @@ def _repeats(node: Node) -> bool:
     mode = argument(node, 2, "mode")
     name = mode if isinstance(mode, str) else str(node.target)  # aten has an op for each mode
     return any(part in name for part in ("reflect", "replic", "circular"))
+
+
+def _is_narrow(node: Node) -> bool:
+    """Return whether an op pads by at most four values a side, as convolutions of width 9 want it."""
+    return all(isinstance(each, int) and each <= 4 for each in leaves(argument(node, 1, "pad", ())))
 
 
 def site_of(node: Node, context: Context) -> Site:

@@ -175,9 +175,10 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
          "adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices "
          "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices", result=("first", "int64")),
     rows(Rule.FOLLOW, _PICKS, "max_unpool1d max_unpool2d max_unpool3d", ports=_INPUT, result="first"),
-    rows(Rule.FOLLOW, _AVERAGE, "avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
-           result="first"),
+    rows(Rule.FOLLOW, _AVERAGE, "avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d", result="first"),
     rows(Rule.FULL, "no low kernel on CPU", "avg_pool3d", result="first", low_kernel=False),
+    rows(Rule.FULL, "its low kernel on a CPU adds a window up in low, which stalls", "adaptive_avg_pool3d",
+         result="first", low_kernel=False),
     rows(Rule.FULL, "raises to a power and sums", "lp_pool1d lp_pool2d lp_pool3d", result="first",
          autocast=Rule.FULL),
     facts("max_pool1d max_pool2d max_pool3d", special="pool", return_indices=6, exact=True),
@@ -195,7 +196,7 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.FOLLOW, "copies values: exact in any dtype (autocast widens it for nothing)",
            "interpolate_nearest upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_nearest_exact1d "
            "upsample_nearest_exact2d upsample_nearest_exact3d", result="first", autocast=Rule.FULL),
-    rows(Rule.FOLLOW, _AVERAGE, "interpolate_area", result="first"),
+    rows(Rule.FULL, "of volumes it is an adaptive_avg_pool3d", "interpolate_area", result="first", low_kernel=False),
     rows(Rule.FULL, "coordinates: a low grid is off by whole pixels, and no kernel takes a low image with an FP32 one",
          "grid_sample grid_sampler_2d_cpu_fallback", result="first", low_kernel=False, autocast=Rule.PROMOTE),
     rows(Rule.FULL, "coordinates: a low grid is off by whole pixels", "affine_grid", result="first"),
