@@ -215,6 +215,14 @@ def _not_promoted(data: list[tuple[int | str, Node]], reads: torch.dtype, op: Op
     return [(port, source) for port, source in data if source is first]
 
 
+def _next_call(node: Node) -> Node:
+    """Return what comes behind a node and the graph's inputs: a new node may stand before it."""
+    node = node.next
+    while node.op == "placeholder":
+        node = node.next
+    return node
+
+
 class _Epochs:
     """The casts made so far, per tensor, forgotten when its memory is written."""
 
@@ -281,12 +289,7 @@ class _Epochs:
         with_gradient = (source, wanted, function, True)
         key = with_gradient if with_gradient in made else (source, wanted, function, recorded)
         if key not in made:
-            place = self.place(source, reader)
-            if early:
-                place = behind.next
-                while place.op == "placeholder":
-                    place = place.next
-            with self.graph.inserting_before(place):
+            with self.graph.inserting_before(_next_call(behind) if early else self.place(source, reader)):
                 new = new_cast(function, source, wanted, "cast inserted for " + reader.name)
             made[key] = new
             self.roots[new], self.recorded[new] = self.roots[source], recorded

@@ -108,8 +108,9 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
         if body is not gm and run_checkpoints(body.graph):
             body.recompile()
     _bind_patched(graph)
-    lifted = LazyBase(gm, graph, class_name="Program")
-    function = _written_when_called(lifted) if executor == "eager" else torch.compile(lifted, backend="inductor")
+    lifted = (LazyBase if executor == "eager" else GraphModule)(gm, graph, class_name="Program")
+    inductor = not isinstance(lifted, LazyBase)
+    function = torch.compile(lifted, backend="inductor") if inductor else _written_when_called(lifted)
     if _has_mixed_norms(lifted):
         function = _wide_under_transforms(function, lifted)
     named = {kind: tuple(path for k, path in slots if k == kind) for kind in ("low", "plain")}

@@ -12,7 +12,7 @@ from fxprec.kernels.torch_internals import FakeTensor
 
 #: The dtypes that values are lowered to.
 LOW_DTYPES: Final = (torch.float16, torch.bfloat16)
-FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
+FLOATS: Final = (torch.float32, *LOW_DTYPES)
 #: Types of plain tensors: any other subclass dispatches ops itself, and must see them.
 PLAIN: Final = (Tensor, nn.Parameter)
 
