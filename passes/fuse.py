@@ -30,13 +30,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node, Proxy
+from torch.fx import Graph, GraphModule, Node
 
+from fxprec.kernels.calls import sizes
+from fxprec.kernels.launch.graph_call import graph_call
 from fxprec.kernels.rows.program.prices import LoopPrices
 from fxprec.kernels.rows.run.region import FusedRegion, RegionKernels
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.dtypes.promotion import is_zero_dim
-from fxprec.passes.fusion import worth
 from fxprec.passes.fusion.effects import order_of_effects, sort
 from fxprec.passes.fusion.regions import Region, find_regions, saves
 from fxprec.passes.fusion.row_operations import drops, is_row_operation
@@ -46,14 +47,12 @@ from fxprec.passes.graph.annotations import Op, Precision, Rule, graph_notes, no
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.exact_graph import LazyGraphModule
 from fxprec.passes.graph.grad_mode import returned_with_gradient
-from fxprec.passes.graph.retrace import leaf
 from fxprec.passes.graph.subgraphs import every_graph
 
 
+@graph_call
 def draw_seeds_like(x: Tensor, count: int) -> Tensor:
-    """int64 [count] on the device of ``x``, from torch's generator there."""
-    if isinstance(x, Proxy):
-        return leaf(draw_seeds_like, x, count)
+    """Return int64 [count] on the device of ``x``, from torch's generator there."""
     from fxprec.kernels.launch.philox import draw_seeds  # which loads Triton
 
     return draw_seeds(count, x.device)
@@ -119,13 +118,13 @@ def _chosen(gm: GraphModule, names: Mapping[Region, str], context: Context) -> t
         by_size = context.by_size and choice is None and has_few_ops(region)
         if choice is False:
             declined.append(f"{name}: fuse says no")
-        elif by_size and elements is not None and elements < worth.FEWEST:
+        elif by_size and elements is not None and elements < sizes.FEWEST:
             left.append(elements)
             why = f"{elements:,} elements are few, and a GPU would wait for its host"
             declined.append(f"{name}: {why}; fuse=True fuses it, or its name with True")
         else:
             chosen.append(region)
-            if by_size and elements is None and worth.FEWEST:
+            if by_size and elements is None and sizes.FEWEST:
                 graph_notes(gm).wants_sizes = True
     if left:
         graph_notes(gm).largest_left = max(left)

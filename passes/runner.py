@@ -27,15 +27,11 @@ from fxprec.passes.context import Context, Pass
 from fxprec.passes.decide import decide
 from fxprec.passes.fold_casts import fold_casts
 from fxprec.passes.fuse import fuse
-from fxprec.passes.fusion.aligned_rows import align_rows
-from fxprec.passes.fusion.attention_calls import call_attention
 from fxprec.passes.fusion.channels_last import lay_out_images
-from fxprec.passes.fusion.depthwise_calls import call_depthwise
 from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.fusion.kernel_calls import call_kernels
-from fxprec.passes.fusion.layer_norm_calls import call_layer_norms
-from fxprec.passes.fusion.wide_parts import move_wide
 from fxprec.passes.fusion.wide_sums import accumulate_wide
+from fxprec.passes.fusion.wide_words import move_wide
 from fxprec.passes.graph.annotations import graph_notes
 from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.insert_casts import insert_casts
@@ -68,13 +64,9 @@ PIPELINE: Final[tuple[Pass, ...]] = (
     # faster ways of the same
     accumulate_wide,
     lay_out_images,
-    call_depthwise,
-    call_layer_norms,
-    call_attention,
     make_functional,
     call_kernels,
     fuse,
-    align_rows,
     move_wide,
     verify,
 )

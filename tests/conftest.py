@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.fx import GraphModule, symbolic_trace
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxprec.kernels.calls import sizes
 from fxprec.passes.context import Context
-from fxprec.passes.fusion import worth
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.runner import PIPELINE, run_passes
 from fxprec.programs.shapes import propagate_shapes
@@ -88,7 +88,7 @@ def _seeded() -> None:
 def _small_ones_too(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests of kernels on a GPU have few elements, for which torch's ops would serve there."""
     if request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(worth, "FEWEST", 0)
+        monkeypatch.setattr(sizes, "FEWEST", 0)
 
 
 def context(level: str = "O1", low: torch.dtype = torch.bfloat16, **settings: Any) -> Context:

@@ -13,7 +13,7 @@ from torch.fx.node import has_side_effect
 from fxprec.capture.call_key import same_constant
 from fxprec.capture.pytrees import has_low_input, parts_of, restore_dtypes
 from fxprec.errors import OtherCallError
-from fxprec.passes.graph.retrace import leaf, tracer_of
+from fxprec.kernels.launch.graph_call import graph_call
 from fxprec.torch_internals import tree_unflatten, treespec_loads
 
 #: The default of an argument that may, or must, be left out of a call.
@@ -22,13 +22,13 @@ LEFT_OUT: Final = ...
 ANYTHING: Final = None
 
 
+@graph_call
 def restored(output: Any, low: dtype, *inputs: Any) -> Any:
     """Return ``output`` with every low tensor as FP32, unless an input is low, as the model does with results."""
-    if tracer_of((output, inputs)) is not None:
-        return leaf(restored, output, low, *inputs)
     return output if has_low_input(inputs, low) else restore_dtypes(output, low)
 
 
+@graph_call
 def in_container(leaves: Sequence[Any], spec: str, modules: Sequence[str] = ()) -> Any:
     """Make of these leaves what ``torch.utils._pytree`` does: a ``ModelOutput``, say.
 
@@ -37,20 +37,18 @@ def in_container(leaves: Sequence[Any], spec: str, modules: Sequence[str] = ()) 
         spec: as ``treespec_dumps`` writes it.
         modules: where its classes are defined, and registered as containers.
     """
-    if tracer_of(leaves) is not None:
-        return leaf(in_container, leaves, spec, modules)
     for module in modules:
         importlib.import_module(module)
     return tree_unflatten([*leaves], treespec_loads(spec))
 
 
+@graph_call
 def number_tensor(value: float, dtype: dtype) -> Tensor:
     """Return a number as dynamo has it where it may change: a 0-dim tensor."""
-    if tracer_of((value,)) is not None:
-        return leaf(number_tensor, value, dtype)
     return torch.tensor(value, dtype=dtype)
 
 
+@graph_call
 def check_arguments(given: dict[str, Any], expected: dict[str, Any]) -> None:
     """Refuse calls unlike the one that a graph was captured for: what was no tensor is built into it.
 
@@ -63,9 +61,6 @@ def check_arguments(given: dict[str, Any], expected: dict[str, Any]) -> None:
     Raises:
         OtherCallError: one is another.
     """
-    if tracer_of(given) is not None:
-        leaf(check_arguments, given, expected)
-        return
     same: dict[str, tuple[str, Tensor]] = {}
     for name, value in given.items():
         _check(value, expected[name], name, same)

@@ -22,17 +22,17 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
+from fxprec.kernels.calls.attention import cpu_attention
+from fxprec.kernels.calls.attention import run_for as attention_run_for
+from fxprec.kernels.calls.rope import rope
+from fxprec.kernels.calls.rope import run_for as rope_run_for
 from fxprec.kernels.cpu.packed import PackedConv, fold_norm, pack_linear
 from fxprec.kernels.cpu.words import SampledWords
 from fxprec.kernels.launch.direct import direct
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, FX, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.kernels.torch_internals import version_of
-from fxprec.passes.canonical.rope_calls import rope
-from fxprec.passes.canonical.rope_calls import run_for as rope_run_for
 from fxprec.passes.context import Context
-from fxprec.passes.fusion.attention_calls import cpu_attention
-from fxprec.passes.fusion.attention_calls import run_for as attention_run_for
 from fxprec.passes.graph.annotations import graph_notes, notes
 from fxprec.passes.pack import pack
 from fxprec.passes.packing.products import Packing

@@ -23,13 +23,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from fxprec.kernels.launch.graph_call import graph_call
 from fxprec.kernels.launch.observers import DUAL, TRANSFORM, watcher
 from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.graph.annotations import Precision, Rule, notes, weight_path
 from fxprec.passes.graph.casts import cast, cast_if_float
 from fxprec.passes.graph.new_node import new_node
-from fxprec.passes.graph.retrace import leaf, tracer_of
 from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.ops.aliases import alias_roots, written_by
 from fxprec.passes.ops.names import is_idle_dropout
@@ -286,6 +286,7 @@ def _written_operands(node: Node) -> tuple[int, ...]:
     return tuple(position for position, operand in enumerate(node.args[1:]) if operand in operands)
 
 
+@graph_call
 def checkpointed(body: GraphModule, *args: Any, written: tuple[int, ...] = (), **kwargs: Any) -> Any:
     """Run a checkpointed region: activations are recomputed in the backward, with the same random numbers.
 
@@ -296,8 +297,6 @@ def checkpointed(body: GraphModule, *args: Any, written: tuple[int, ...] = (), *
             the backward: autograd would complain that they changed.
         kwargs: dynamo's options.
     """
-    if tracer_of((args, kwargs)) is not None:
-        return leaf(checkpointed, body, *args, written=written, **kwargs)
     from torch.utils.checkpoint import checkpoint
 
     options = {"preserve_rng_state": kwargs.get("preserve_rng_state", True)}

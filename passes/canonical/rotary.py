@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from fxprec.passes.canonical.rope_calls import NEIGHBOURS, rope
+from fxprec.kernels.calls.rope import NEIGHBOURS, rope
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import Op, argument, notes
 from fxprec.passes.graph.subgraphs import attribute_of

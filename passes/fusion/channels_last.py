@@ -28,19 +28,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node, Proxy
+from torch.fx import Graph, GraphModule, Node
 
+from fxprec.kernels.launch.graph_call import graph_call
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import NON_TENSOR, Op, Precision, Rule, argument, notes
-from fxprec.passes.graph.retrace import leaf
 from fxprec.passes.ops.formats import taken_over, takes_over, writes_across
 from fxprec.passes.ops.table import facts_of
 
 
+@graph_call
 def channels_last(x: Any) -> Any:
     """[N, C, H, W] with channels next to each other in memory, also where a size of 1 leaves the order open."""
-    if isinstance(x, Proxy):
-        return leaf(channels_last, x)
     if x.dim() != 4 or min(x.shape[1:]) > 1:
         return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
     _, channels, height, width = x.shape

@@ -1,9 +1,6 @@
 """Decides which row operations and regions are worth a kernel of ours: by their sizes on a GPU, by their ops on a CPU.
 
-On a GPU its host loses more time over few elements than the device saves: each of torch's ops is a call of C++, and an
-autograd node of C++; one of our kernels is as much Python as several of them. A pass over a million elements takes a
-GPU a microsecond, a region's Python took an H100's host 50 to 150, forward and backward (2026-11-27): eight layers of
-BERT of 64 x 64 elements took 1.18 of autocast's time with their regions as kernels, 0.96 without.
+On a GPU a region of few elements is left to torch (``kernels/calls/sizes.py`` says why).
 
 On a CPU compiled loops take row operations that torch runs in several kernels; a call, whose sizes are known, prices
 its region and decides (``kernels/rows/run/gains.py``). What follows a convolution or a batch norm, or a sum of it, is
@@ -16,24 +13,17 @@ from __future__ import annotations
 from math import isqrt, prod
 from typing import Final
 
-from torch import Tensor
 from torch.fx import Node
 
+from fxprec.kernels.calls import sizes
 from fxprec.kernels.rows.program.prices import LoopPrices, count_aten_kernels, is_faster_by_torch, may_gain_alone
 from fxprec.passes.fusion.regions import Region, saves
 from fxprec.passes.fusion.row_operations import drops, is_row_operation
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.ops.table import facts_of
 
-#: Elements from which fewer bytes weigh more than calls.
-FEWEST: Final = 1 << 20
 #: Ops from which one kernel is less work for the host, too: forward and backward together, as many calls of torch.
 _FEWEST_OPS: Final = 5
-
-
-def is_large(x: Tensor) -> bool:
-    """Return whether a kernel saves a GPU more time than it costs the host; without a GPU any size is large."""
-    return x.numel() >= FEWEST or x.device.type != "cuda"
 
 
 def has_few_ops(region: Region) -> bool:
@@ -48,13 +38,13 @@ def elements_of(region: Region) -> int | None:
 
 
 def grows_to(given: int, largest: int) -> int:
-    """Elements of an input, of which there were ``given``, up to which no region reaches ``FEWEST``.
+    """Elements of an input, of which there were ``given``, up to which no region reaches ``sizes.FEWEST``.
 
     Args:
         largest: elements of the largest region, fewer than those. It may grow as the square of an input, as scores of
             a sequence do.
     """
-    return given * isqrt(FEWEST // max(1, largest))
+    return given * isqrt(sizes.FEWEST // max(1, largest))
 
 
 def suits_loops(node: Node, prices: LoopPrices | None) -> bool:

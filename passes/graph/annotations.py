@@ -155,9 +155,7 @@ class Annotations:
     #: Whether the node is a cast by which others read a value as it is returned.
     returns: Annotated[bool, "keep_returned"] = False
     #: Which kernel serves the node, in words.
-    fused: Annotated[
-        str, "accumulate_wide", "call_attention", "call_kernels", "fuse", "align_rows", "move_wide", "pack"
-    ] = ""
+    fused: Annotated[str, "accumulate_wide", "call_kernels", "fuse", "move_wide", "pack"] = ""
     #: The name of the region that the node is in.
     region: Annotated[str, "fuse"] = ""
     #: In a region: "stored" if the value leaves it, "kept" if not; "" outside.

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Proxy
 
+from fxprec.kernels.launch.graph_call import graph_call
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.launch.operands import LOW_DTYPES, PLAIN
 from fxprec.passes.graph.annotations import CASTABLE
-from fxprec.passes.graph.retrace import leaf
 from fxprec.passes.torch_internals import tree_leaves, tree_map
 
 
@@ -19,50 +18,45 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
+@graph_call
 def cast_if_float(x: object, dtype: torch.dtype) -> object:
     """``cast`` for what nobody could know without inputs: what is no FP32, FP16 or BF16 tensor passes untouched.
 
     So does one of that dtype, without a call: ``to`` gives a new tensor for one of a ``torch.func`` transform that
     ended, of which the gradient is asked.
     """
-    if isinstance(x, Proxy):
-        return leaf(cast_if_float, x, dtype)
     return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in CASTABLE and x.dtype != dtype else x
 
 
+@graph_call
 def cast_for_caller(x: torch.Tensor, dtype: torch.dtype, *inputs: object) -> torch.Tensor:
     """``cast`` for a result of low weights (O3), unless an input has its dtype: then it is low in the original, too."""
-    if isinstance(x, Proxy):
-        return leaf(cast_for_caller, x, dtype, *inputs)
     is_low = any(isinstance(each, torch.Tensor) and each.dtype == x.dtype for each in tree_leaves(inputs))
     return x if is_low else x.to(dtype)
 
 
+@graph_call
 def read_back(wide: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """``wide`` in the dtype of the low value that it is the FP32 cast of; where it turned out otherwise, ``low``.
 
     For casts of the user's that nobody knows without inputs: ``wide = low.type_as(x)``.
     """
-    if isinstance(wide, Proxy) or isinstance(low, Proxy):
-        return leaf(read_back, wide, low)
     was_low = low.dtype in LOW_DTYPES
     return wide.to(low.dtype) if was_low and wide.dtype is torch.float32 else low
 
 
+@graph_call
 def cast_each(values: Any, dtype: torch.dtype) -> Any:
     """``cast_if_float`` for each tensor of a list, tuple or dict (``x.max(0)``); containers keep their types."""
-    if isinstance(values, Proxy):
-        return leaf(cast_each, values, dtype)
     return tree_map(lambda value: cast_if_float(value, dtype), values)
 
 
+@graph_call
 def cast_saturating(x: object, dtype: torch.dtype) -> object:
     """``cast_if_float`` for additive masks: what is finite stays so (FP32's lowest would round to -inf), -inf stays.
 
     A row of a mask that holds the lowest float everywhere means "attend evenly"; as -inf it would give NaN.
     """
-    if isinstance(x, Proxy):
-        return leaf(cast_saturating, x, dtype)
     if not isinstance(x, torch.Tensor) or x.dtype not in CASTABLE or x.dtype == dtype:
         return x
     plain = type(x) in PLAIN and x.device.type == "cpu"
@@ -74,10 +68,9 @@ def cast_saturating(x: object, dtype: torch.dtype) -> object:
     return torch.where(x.isinf(), x, x.clamp(limits.min, limits.max)).to(dtype)
 
 
+@graph_call
 def write_out(out: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Do what ``out=`` does with a result: ``out`` takes its shape, keeps its own dtype, and is returned."""
-    if isinstance(out, Proxy):
-        return leaf(write_out, out, value)
     if out.shape != value.shape:
         out.resize_(value.shape)
     return out.copy_(value)

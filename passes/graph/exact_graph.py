@@ -28,9 +28,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import PythonCode
 from torch.fx.node import map_aggregate
 
+from fxprec.kernels.launch.graph_call import tracer_of
 from fxprec.passes.graph.annotations import Precision
 from fxprec.passes.graph.new_node import new_node
-from fxprec.passes.graph.retrace import Copying, tracer_of
+from fxprec.passes.graph.retrace import Copying
 from fxprec.passes.torch_internals import (
     OF_GRAPH,
     HigherOrderOperator,
@@ -73,8 +74,11 @@ class ExactGraphModule(GraphModule):
         _fill(self, attributes, saved.graph())
 
     def __prepare_scriptable__(self) -> GraphModule:
-        """For torch.jit.script, which compiles the source of the forward."""
-        return GraphModule(self, copy.deepcopy(self.graph), type(self).__name__)
+        """Return a copy for torch.jit.script, which compiles the source of the forward, but no kernel of ours."""
+        graph = copy.deepcopy(self.graph)
+        for node in graph.nodes:
+            node.target = getattr(node.target, "in_script", node.target)
+        return GraphModule(self, graph, type(self).__name__)
 
 
 class LazyGraphModule(LazyBase, ExactGraphModule):  # type: ignore[misc]

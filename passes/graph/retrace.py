@@ -1,15 +1,4 @@
-"""Keeps calls and nodes as they are when a graph module is traced again: to pickle it, to split it, to fuse it.
-
-A function of ours that asks whether its argument is a tensor gets a ``Proxy`` then. It must record itself as one call,
-and not answer "no"::
-
-    def cast_if_float(x, dtype):
-        if isinstance(x, Proxy):
-            return leaf(cast_if_float, x, dtype)
-        ...
-
-``torch.fx.wrap`` would do so within one process only: it patches the module that the call stands in, and the source of
-an unpickled graph stands in none.
+"""Keeps nodes as they are when a graph module is traced again: to pickle it, to split it, to fuse it.
 
 A trace that goes on with a graph copies its nodes (``Copying``)::
 
@@ -21,53 +10,21 @@ A trace that goes on with a graph copies its nodes (``Copying``)::
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node, Proxy
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import has_side_effect
 
-from fxprec.passes.graph.annotations import CASTABLE, notes
+from fxprec.kernels.launch.graph_call import graph_call
+from fxprec.passes.graph.annotations import notes
 
 
-def leaf(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Record ``function(*args, **kwargs)`` as one node of the trace that its first traced argument belongs to."""
-    return tracer_of((args, kwargs)).create_proxy("call_function", function, args, kwargs)
-
-
-def tracer_of(value: Any) -> Any:
-    """The tracer of a proxy, or of the first one in a container; None where there is none: outside of a trace."""
-    if isinstance(value, Proxy):
-        return value.tracer
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, tuple | list):
-        return None
-    for part in value:  # dynamo of torch 2.11, in whose captures a graph module may be, cannot run `next((... := ...))`
-        tracer = tracer_of(part)
-        if tracer is not None:
-            return tracer
-    return None
-
-
-def is_served(x: Tensor) -> bool:
-    """Return whether a kernel takes this tensor; compilers and exporters get torch's own ops."""
-    if torch.compiler.is_compiling() or x.dtype not in CASTABLE:
-        return False
-    from fxprec.kernels.launch.triton_support import can_launch  # which loads Triton
-
-    return can_launch(x.device)
-
-
+@graph_call
 def write(x: Any, method: str, *args: Any, **kwargs: Any) -> Any:
     """Call an in-place method for its effect alone: ``write(x, "add_", 1)``.
 
     torch.fx's ``eliminate_dead_code`` would drop a plain ``x.add_(1)`` whose result nobody reads, and keeps this call.
     """
-    if isinstance(x, Proxy):
-        return leaf(write, x, method, *args, **kwargs)
     return getattr(x, method)(*args, **kwargs)
 
 
@@ -98,7 +55,7 @@ class Copying(Interpreter):
 
 
 def plain(value: Any) -> Any:
-    """A result without torch.fx's immutable lists and dicts, as the source would give it."""
+    """Return a result without torch.fx's immutable lists and dicts, as the source would give it."""
     if isinstance(value, list):
         return [plain(part) for part in value]
     if isinstance(value, dict):

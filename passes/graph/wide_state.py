@@ -12,30 +12,26 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
-from torch.fx import Proxy
 
-from fxprec.passes.graph.retrace import leaf
+from fxprec.kernels.launch.graph_call import graph_call
 from fxprec.passes.torch_internals import tree_map
 
 
+@graph_call
 def gru(x: Any, *args: Any, state: torch.dtype, **kwargs: Any) -> Any:
     """``torch.gru`` of a low ``x`` and low weights, with a state, and results, in that dtype."""
-    if isinstance(x, Proxy):
-        return leaf(gru, x, *args, state=state, **kwargs)
     return _apart(torch.gru, x, args, kwargs, state)
 
 
+@graph_call
 def gru_cell(x: Any, *args: Any, state: torch.dtype, **kwargs: Any) -> Any:
     """``torch.gru_cell``, likewise."""
-    if isinstance(x, Proxy):
-        return leaf(gru_cell, x, *args, state=state, **kwargs)
     return _apart(torch.gru_cell, x, args, kwargs, state)
 
 
+@graph_call
 def lstm_cell(x: Any, *args: Any, state: torch.dtype, **kwargs: Any) -> Any:
     """``torch.lstm_cell``, likewise."""
-    if isinstance(x, Proxy):
-        return leaf(lstm_cell, x, *args, state=state, **kwargs)
     return _apart(torch.lstm_cell, x, args, kwargs, state)
 
 

@@ -57,8 +57,8 @@ def test_the_order():
     assert [step.__name__ for step in PIPELINE] == (
         "resolve_autocast_regions canonicalize recognize_rotary take_logits propagate merge_results "
         "decide insert_casts fold_casts keep_returned share_returned limit_readers "
-        "accumulate_wide lay_out_images call_depthwise call_layer_norms call_attention make_functional "
-        "call_kernels fuse align_rows move_wide verify"
+        "accumulate_wide lay_out_images make_functional "
+        "call_kernels fuse move_wide verify"
     ).split()
 
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
+from fxprec.kernels.calls import rope as rope_calls
 from fxprec.kernels.cpu import attention
 from fxprec.kernels.cpu.compiled_attention import why_not
 from fxprec.kernels.cpu.packed import can_pack
 from fxprec.kernels.rows.run import region
 from fxprec.kernels.rows.run.gains import SlowerThanOps
 from fxprec.kernels.rows.run.region import FusedRegion
-from fxprec.passes.canonical import rope_calls
 from fxprec.settings import Settings
 
 pytestmark = pytest.mark.skipif(
@@ -68,7 +68,7 @@ def frozen(model: nn.Module, x: Tensor) -> nn.Module:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Who went the long way."""
     calls: list[str] = []
-    forward, rope = FusedRegion.forward, rope_calls._tables
+    forward, rope = FusedRegion.forward, rope_calls._as_the_kernel_takes
 
     def called(self: FusedRegion, *inputs: Any) -> Any:
         calls.append(self.name)
@@ -79,7 +79,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return rope(*args)
 
     monkeypatch.setattr(FusedRegion, "forward", called)
-    monkeypatch.setattr(rope_calls, "_tables", tables)
+    monkeypatch.setattr(rope_calls, "_as_the_kernel_takes", tables)
     return calls
 
 

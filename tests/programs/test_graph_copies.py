@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fxprec
 from fxprec.capture.symbolic.tracer import check_dim
+from fxprec.kernels.calls.batch_norm import batch_norm
+from fxprec.kernels.calls.cross_entropy import cross_entropy
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.canonical.rotary import rope
 from fxprec.passes.fuse import draw_seeds_like
-from fxprec.passes.fusion.kernel_calls import batch_norm, cross_entropy
 from fxprec.passes.graph.casts import cast_each, cast_if_float, cast_saturating, write_out
 from fxprec.passes.graph.exact_graph import SavedGraph
 from fxprec.passes.graph.retrace import write

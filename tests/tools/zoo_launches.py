@@ -35,11 +35,11 @@ import fxprec
 from benchmarks.workloads.training import workloads
 from benchmarks.workloads.zoo import ZOO
 from compiled_kernel import CompiledKernel
+from fxprec.kernels.calls import sizes
 from fxprec.kernels.launch.triton_support import why_not
 from fxprec.kernels.rows.run.kernel import Launch, built
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.optim import AdamW
-from fxprec.passes.fusion import worth
 from fxprec.whole_step import cuda
 from no_products import skip_products
 from pretended_device import DEVICE, RECORD, Launchable, pretend
@@ -242,7 +242,7 @@ def main() -> int:
     logging.disable()
     warnings.simplefilter("ignore")
     pretend(options.capability)
-    worth.FEWEST = 0  # what is small becomes kernels, too, which is torch's otherwise
+    sizes.FEWEST = 0  # what is small becomes kernels, too, which is torch's otherwise
     kept = skip_products()
     graphs = CountedGraphs()
     cuda.recorder_of = lambda device: graphs

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch.fx import wrap
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxprec.kernels.calls.batch_norm import batch_norm
 from fxprec.passes.dtypes.fake_run import run_on_fakes
-from fxprec.passes.fusion import kernel_calls
 from fxprec.passes.graph.annotations import notes
 
 
@@ -119,7 +119,7 @@ def test_calls_of_our_kernels_are_not_run(final):
         return F.relu(F.batch_norm(F.conv2d(x, w), mean, var, training=True))
 
     gm = final(f, torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3), torch.zeros(4), torch.ones(4), regions="triton")
-    assert gm.graph.find_nodes(op="call_function", target=kernel_calls.batch_norm)
+    assert gm.graph.find_nodes(op="call_function", target=batch_norm)
     with Count() as count:
         assert found(gm) == []
     assert torch.ops.aten.convolution in count.calls

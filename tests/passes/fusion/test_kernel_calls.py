@@ -20,8 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
 import kernel_tools
+from fxprec.kernels.calls import cross_entropy as cross_entropy_file
+from fxprec.kernels.calls.batch_norm import batch_norm
+from fxprec.kernels.calls.cross_entropy import cross_entropy
+from fxprec.kernels.calls.group_norm import group_norm
+from fxprec.kernels.calls.max_pool2d import max_pool2d
 from fxprec.kernels.cpu.compiled_attention import why_not
-from fxprec.passes.fusion import kernel_calls
+from fxprec.kernels.launch import triton_support
 from fxprec.passes.graph.annotations import Rule, graph_notes
 from fxprec.passes.graph.text import format_graph
 from fxprec.testing import count_casts
@@ -97,7 +102,7 @@ def test_batch_norm_joins_what_follows_it_and_nothing_else(tools) -> None:
         return plain, read_twice, F.relu(read_twice), in_place, scaled, widened
 
     residual = torch.randn(2, 4, 3, 3)
-    found = calls(rewritten(tools, f, X, WEIGHT, *CHANNELS, residual), kernel_calls.batch_norm)
+    found = calls(rewritten(tools, f, X, WEIGHT, *CHANNELS, residual), batch_norm)
     assert [node.kwargs["relu"] for node in found] == [False, False, True, False, False]
     assert all(node.kwargs["residual"] is None for node in found)
 
@@ -112,7 +117,7 @@ def test_batch_norm_joins_what_follows_it_and_nothing_else(tools) -> None:
 )
 def test_other_forms_stay_and_the_report_says_so(tools, function, inputs) -> None:
     gm = rewritten(tools, function, *inputs)
-    assert not calls(gm, kernel_calls.cross_entropy)
+    assert not calls(gm, cross_entropy)
     assert graph_notes(gm).declined == [
         "call_kernels: cross_entropy: cross_entropy with arguments that the kernel does not have"
     ]
@@ -125,7 +130,7 @@ def test_without_kernels_nothing_is_called(tools) -> None:
 
     gm = tools.traced(f, torch.randn(3, 4), torch.tensor([0, 1, 2]))
     tools.rewritten(gm, tools.context(regions="aten"), until="fuse")
-    assert not calls(gm, kernel_calls.cross_entropy)
+    assert not calls(gm, cross_entropy)
 
 
 def grouped(x, w, scale, shift, w2, r):
@@ -147,7 +152,7 @@ GROUPED = [X, WEIGHT, *CHANNELS[2:], torch.randn(4, 4, 1, 1), torch.randn(2, 4, 
 @outside
 def test_group_norms_between_casts_are_one_kernel_with_silu(tools) -> None:
     gm = low_group_norms(tools, *GROUPED)
-    first, second = calls(gm, kernel_calls.group_norm)
+    first, second = calls(gm, group_norm)
     assert (first.kwargs["silu"], second.kwargs["silu"]) == (True, False)
     assert [str(node.args[0]) for node in (first, second)] == ["conv2d", "conv2d_1"]
     precision = first.meta["precision"]
@@ -170,19 +175,19 @@ def test_norms_stay_where_what_they_read_is_written_to(tools, written: str) -> N
 
     inputs = [X, WEIGHT, *CHANNELS[2:], torch.randn(4, 4, 1, 1), *CHANNELS[:2]]
     gm = tools.rewritten(tools.traced(f, *inputs), tools.context(regions="triton", device="cuda"))
-    assert not calls(gm, kernel_calls.group_norm) and not calls(gm, kernel_calls.batch_norm)
+    assert not calls(gm, group_norm) and not calls(gm, batch_norm)
     assert "of what the graph writes to in place" in str(graph_notes(gm).declined)
 
 
 @outside
 @pytest.mark.parametrize("way", ["vmap", "dual"])
 def test_who_looks_into_the_ops_gets_torchs(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(kernel_calls, "is_served", lambda x: True)  # and no kernel could run here
+    monkeypatch.setattr(triton_support, "can_launch", lambda device: True)  # and no kernel could run here
     x = torch.randn(2, 2, 4, 3, 3).contiguous(memory_format=torch.channels_last_3d)
 
     def f(y):
-        normed = kernel_calls.batch_norm(y, None, None, None, None, True)
-        return kernel_calls.group_norm(normed, 2, silu=True)
+        normed = batch_norm(y, None, None, None, None, True)
+        return group_norm(normed, 2, silu=True)
 
     if way == "vmap":
         assert torch.func.vmap(f)(x).shape == x.shape
@@ -211,14 +216,14 @@ def test_group_norms_compute_as_in_float64(tools, device: str) -> None:
 @outside
 def test_a_plain_batch_norm_is_the_kernels_where_channels_lie_next_to_each_other(monkeypatch) -> None:
     taken: list[Any] = []
-    monkeypatch.setattr(kernel_calls, "is_served", lambda x: True)
+    monkeypatch.setattr(triton_support, "can_launch", lambda device: True)
     module = types.SimpleNamespace(batch_norm=lambda x, *_, **options: taken.append(x) or x)
     monkeypatch.setitem(sys.modules, "fxprec.kernels.nn.batch_norm", module)
     planes = torch.randn(2, 4, 3, 3)
     for x in (planes, planes.contiguous(memory_format=torch.channels_last), planes[..., 0]):
-        kernel_calls.batch_norm(x, *CHANNELS)
+        batch_norm(x, *CHANNELS)
     assert len(taken) == 1 and taken[0].stride(1) == 1
-    kernel_calls.batch_norm(planes, *CHANNELS, relu=True)
+    batch_norm(planes, *CHANNELS, relu=True)
     assert len(taken) == 2
 
 
@@ -240,7 +245,7 @@ class Ops(TorchDispatchMode):
 def test_small_norms_and_poolings_are_torchs_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By their sizes alone: a captured step does what an eager one does."""
     monkeypatch.undo()
-    monkeypatch.setattr(kernel_calls, "is_served", lambda x: True)
+    monkeypatch.setattr(triton_support, "can_launch", lambda device: True)
     monkeypatch.setattr(F, "batch_norm", lambda x, *_: x.clone())  # whose fake form asks for a device that is there
     monkeypatch.setattr(F, "max_pool2d", lambda x, *_: x.clone())
     own = {"batch_norm", "batch_norm_statistics", "max_pool2d"}
@@ -250,9 +255,9 @@ def test_small_norms_and_poolings_are_torchs_on_a_gpu(device: str, monkeypatch: 
             x = x.to(memory_format=torch.channels_last)
             mean, var, weight, bias = (torch.empty(64, device=device) for _ in range(4))
             with Ops() as normed:
-                y = kernel_calls.batch_norm(x, mean, var, weight, bias, True, residual=x, relu=True)
+                y = batch_norm(x, mean, var, weight, bias, True, residual=x, relu=True)
             with Ops() as pooled:
-                kernel_calls.max_pool2d(x, 2)
+                max_pool2d(x, 2)
         assert y.dtype == torch.bfloat16 and y.shape == x.shape
         taken = own & {*normed}, own & {*pooled}
         kernels = large or device == "cpu"
@@ -262,10 +267,10 @@ def test_small_norms_and_poolings_are_torchs_on_a_gpu(device: str, monkeypatch: 
 @outside
 def test_the_calls_are_torchs_ops_where_no_kernel_runs() -> None:
     logits, target = torch.randn(3, 4).bfloat16(), torch.tensor([0, 1, 2])
-    assert torch.equal(kernel_calls.cross_entropy(logits, target), F.cross_entropy(logits.float(), target))
+    assert torch.equal(cross_entropy(logits, target), F.cross_entropy(logits.float(), target))
     running = [channel.clone() for channel in CHANNELS[:2]], [channel.clone() for channel in CHANNELS[:2]]
     y = F.conv2d(X, WEIGHT)
-    own = kernel_calls.batch_norm(y, *running[0], *CHANNELS[2:], True, 0.1, 1e-5, y, True)
+    own = batch_norm(y, *running[0], *CHANNELS[2:], True, 0.1, 1e-5, y, True)
     assert torch.equal(own, F.relu(F.batch_norm(y, *running[1], *CHANNELS[2:], True, 0.1, 1e-5) + y))
     assert torch.equal(running[0][0], running[1][0]) and torch.equal(running[0][1], running[1][1])
 
@@ -312,7 +317,7 @@ def test_a_residual_network_trains_as_in_float64(device: str, channels_last: boo
     with torch.autocast(device, low):
         eager(x, target).backward()
     gm = fxprec.graph_module(net)
-    assert len(calls(gm, kernel_calls.batch_norm)) == 6 and len(calls(gm, kernel_calls.cross_entropy)) == 1
+    assert len(calls(gm, batch_norm)) == 6 and len(calls(gm, cross_entropy)) == 1
     for (name, own), other, right in zip(net.named_parameters(), eager.parameters(), exact.parameters(), strict=True):
         size = right.grad.norm() + 1e-3
         error, eager_error = ((p.grad.double() - right.grad).norm() / size for p in (own, other))
@@ -393,7 +398,7 @@ def test_many_logits_on_a_cpu_make_no_copies_in_fp32(ignored: bool, fuse: Any):
         assert (ours.double() - right).norm() <= 2 * (eager.double() - right).norm() + 1e-9
     logits = [tensor.dtype for tensor in kept if tensor.numel() == 257 * 4100]
     assert logits and {*logits} == {torch.bfloat16}
-    (node,) = fxprec.graph_module(model).graph.find_nodes(op="call_function", target=kernel_calls.cross_entropy)
+    (node,) = fxprec.graph_module(model).graph.find_nodes(op="call_function", target=cross_entropy)
     loop = "cross_entropy by a compiled loop from 262,144 logits on"
     assert node.meta["fused"] == (loop if fuse is True else "the kernel of cross_entropy")
 
@@ -404,7 +409,7 @@ def test_few_logits_on_a_cpu_take_torchs_loss():
     plain = fxprec.convert(copy.deepcopy(head), loss=F.cross_entropy, fuse=False).module
     model = fxprec.convert(head, loss=F.cross_entropy).module
     assert torch.equal(model(x, labels), plain(x, labels))
-    (node,) = [node for node in fxprec.graph_module(model).graph.nodes if node.target is kernel_calls.cross_entropy]
+    (node,) = [node for node in fxprec.graph_module(model).graph.nodes if node.target is cross_entropy]
     assert node.args[0].meta["precision"].output is torch.bfloat16
     with count_casts() as casts:
         model(x, labels)
@@ -429,8 +434,8 @@ def test_many_logits_take_torchs_loss_where_nothing_else_can_serve(way: str, fus
         return model(x[0], F.one_hot(labels[0], 8).double())
 
     expected = run()
-    for name in ("_SLICES", "_LOOP"):
-        monkeypatch.setattr(kernel_calls, name, (1, 1))
+    for name in ("FEWEST_FOR_SLICES", "FEWEST_FOR_LOOP"):
+        monkeypatch.setattr(cross_entropy_file, name, (1, 1))
     torch.testing.assert_close(run(), expected)
 
 
@@ -439,10 +444,10 @@ def test_images_and_few_classes_take_torchs_loss():
     """There the passes over memory do not weigh more: slices took 1.7 to 9 times as long."""
     for shape, classes in (((2, 600, 32, 32), 600), ((1 << 16, 32), 32)):
         x, labels = torch.randn(shape).bfloat16().requires_grad_(), torch.randint(classes, (shape[0], *shape[2:]))
-        ours, torchs = kernel_calls.cross_entropy(x, labels), F.cross_entropy(x.float(), labels)
+        ours, torchs = cross_entropy(x, labels), F.cross_entropy(x.float(), labels)
         assert ours.grad_fn.name() == torchs.grad_fn.name() and torch.equal(ours, torchs)
     many, labels = torch.randn(2048, 512).bfloat16().requires_grad_(), torch.zeros(2048, dtype=torch.long)
-    assert kernel_calls.cross_entropy(many, labels).grad_fn.name() == "cross_entropyBackward"
+    assert cross_entropy(many, labels).grad_fn.name() == "cross_entropyBackward"
 
 
 @outside
@@ -453,7 +458,7 @@ def test_the_compiled_loop_takes_labels_in_long_rows_and_torch_the_rest(monkeypa
     monkeypatch.setitem(sys.modules, "fxprec.kernels.nn.cross_entropy", module)
 
     def call(x: torch.Tensor, target: torch.Tensor, **options: Any) -> None:
-        kernel_calls.cross_entropy(x, target, compiled=True, **options)
+        cross_entropy(x, target, compiled=True, **options)
 
     x, labels = torch.randn(1 << 10, 256).bfloat16(), torch.zeros(1 << 10, dtype=torch.long)
     call(x, labels)
@@ -502,7 +507,7 @@ def test_the_compiled_loop_takes_logits_that_a_model_widens_whose_gradient_stays
         eager = run(own)
     for mine, theirs in zip(ours, eager, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
-    assert calls(fxprec.graph_module(model), kernel_calls.cross_entropy)
+    assert calls(fxprec.graph_module(model), cross_entropy)
     assert "cross_entropyBackward" in kernel_tools.backwards_of(ours[0])
 
 
@@ -512,9 +517,7 @@ def test_logits_in_negated_memory_are_torchs():
     logits, labels = torch.randn(1 << 10, 256), torch.zeros(1 << 10, dtype=torch.long)
     negated = torch._neg_view(-logits)
     assert negated.is_neg()
-    torch.testing.assert_close(
-        kernel_calls.cross_entropy(negated, labels, compiled=True), F.cross_entropy(logits, labels)
-    )
+    torch.testing.assert_close(cross_entropy(negated, labels, compiled=True), F.cross_entropy(logits, labels))
 
 
 @outside
@@ -540,12 +543,12 @@ POOLS: dict[str, tuple[Callable[..., Any], bool]] = {
 @pytest.mark.parametrize(("pool", "called"), POOLS.values(), ids=POOLS)
 def test_max_poolings_of_whole_windows_are_called(tools, pool, called: bool, monkeypatch) -> None:
     gm = rewritten(tools, lambda x, w: pool(F.conv2d(x, w)), X, WEIGHT)
-    assert len(calls(gm, kernel_calls.max_pool2d)) == called
+    assert len(calls(gm, max_pool2d)) == called
     low = F.conv2d(X.bfloat16(), WEIGHT.bfloat16())
     assert torch.equal(gm(X, WEIGHT), pool(low).float())
     if called:  # as on a GPU
         taken: list[Any] = []
-        monkeypatch.setattr(kernel_calls, "is_served", lambda x: True)
+        monkeypatch.setattr(triton_support, "can_launch", lambda device: True)
         module = types.SimpleNamespace(
             max_pool2d=lambda *args, compiled: taken.append(args) or F.max_pool2d(*args), why_not=lambda *_: ""
         )
@@ -558,9 +561,9 @@ def test_max_poolings_of_whole_windows_are_called(tools, pool, called: bool, mon
 
 @outside
 def test_large_windows_are_torchs(monkeypatch) -> None:
-    monkeypatch.setattr(kernel_calls, "is_served", lambda x: True)
+    monkeypatch.setattr(triton_support, "can_launch", lambda device: True)
     x = torch.randn(1, 3, 12, 12).contiguous(memory_format=torch.channels_last)
-    assert torch.equal(kernel_calls.max_pool2d(x, 12), F.max_pool2d(x, 12))
+    assert torch.equal(max_pool2d(x, 12), F.max_pool2d(x, 12))
 
 
 class Pooled(nn.Module):
@@ -581,7 +584,7 @@ def test_a_pooling_on_a_cpu_is_a_loop_whose_gradients_are_as_near_to_float64_as_
     own, x = Pooled(), torch.randn(8, 3, 36, 36)
     exact, model = copy.deepcopy(own).double(), copy.deepcopy(own)
     fxprec.convert(model, fuse=True, example_inputs=(x,))
-    (node,) = calls(fxprec.graph_module(model), kernel_calls.max_pool2d)
+    (node,) = calls(fxprec.graph_module(model), max_pool2d)
     assert node.meta["fused"] == "max_pool2d by a compiled loop from 131,072 elements on, channels last"
     names: set[str] = set()
 
@@ -615,12 +618,12 @@ def test_what_the_loop_of_a_pooling_does_not_take_is_torchs(monkeypatch):
     monkeypatch.setitem(sys.modules, "fxprec.kernels.nn.max_pool", module)
     x = torch.randn(4, 32, 32, 32).contiguous(memory_format=torch.channels_last)
     for given in (x, x.bfloat16()):
-        assert torch.equal(kernel_calls.max_pool2d(given, 2, compiled=True), F.max_pool2d(given, 2))
+        assert torch.equal(max_pool2d(given, 2, compiled=True), F.max_pool2d(given, 2))
     assert taken == [True, True]
     for given in (x[1:], x.contiguous(), x.double(), x.half()):  # fewer, rows of pixels, other dtypes
-        assert torch.equal(kernel_calls.max_pool2d(given, 2, compiled=True), F.max_pool2d(given, 2))
-    torch.func.vmap(lambda each: kernel_calls.max_pool2d(each, 2, compiled=True))(x[None])
-    kernel_calls.max_pool2d(x, 2)
+        assert torch.equal(max_pool2d(given, 2, compiled=True), F.max_pool2d(given, 2))
+    torch.func.vmap(lambda each: max_pool2d(each, 2, compiled=True))(x[None])
+    max_pool2d(x, 2)
     assert taken == [True, True]
 
 
@@ -631,10 +634,10 @@ def test_sizes_that_torch_refuses_are_refused_and_large_windows_are_no_calls(too
         with pytest.raises(RuntimeError) as right:
             F.max_pool2d(x, *arguments)
         with pytest.raises(RuntimeError) as found:
-            kernel_calls.max_pool2d(x, *arguments, compiled=True)
+            max_pool2d(x, *arguments, compiled=True)
         assert str(found.value) == str(right.value)
     gm = rewritten(tools, lambda x, w: F.max_pool2d(F.conv2d(x, w, padding=9), 12), X, WEIGHT)
-    assert not calls(gm, kernel_calls.max_pool2d)
+    assert not calls(gm, max_pool2d)
 
 
 @outside
@@ -644,4 +647,4 @@ def test_a_trace_of_a_pooling_warns_of_nothing():
     pool(x)
     with warnings.catch_warnings():
         warnings.simplefilter("error", torch.jit.TracerWarning)
-        torch.jit.trace(lambda x: kernel_calls.max_pool2d(x, 2, compiled=True), (x,))
+        torch.jit.trace(lambda x: max_pool2d(x, 2, compiled=True), (x,))

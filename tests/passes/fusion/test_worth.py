@@ -12,8 +12,8 @@ from torch import nn
 import fxprec
 import kernel_tools
 from fxprec import settings
+from fxprec.kernels.calls import sizes
 from fxprec.kernels.rows.run.region import FusedRegion
-from fxprec.passes.fusion import worth
 from fxprec.passes.graph.annotations import graph_notes
 from fxprec.passes.graph.text import format_graph
 from fxprec.passes.policy.policy import Policy
@@ -26,7 +26,7 @@ FEWEST = 33
 @pytest.fixture
 def _fewest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known here as on a GPU, where regions of so few elements are few."""
-    monkeypatch.setattr(worth, "FEWEST", FEWEST)
+    monkeypatch.setattr(sizes, "FEWEST", FEWEST)
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_whatever_grows_two_graphs_are_enough(monkeypatch: pytest.MonkeyPatch) -
         model(1)
     assert captures(model) <= 2
 
-    monkeypatch.setattr(worth, "FEWEST", 1000)  # that 24 columns do not divide
+    monkeypatch.setattr(sizes, "FEWEST", 1000)  # that 24 columns do not divide
     model, _ = fxprec.convert(
         nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Hardtanh()), (torch.randn(41, 8),), fuse="aten"
     )
@@ -234,7 +234,7 @@ def test_training_goes_on_where_batches_grow(capture):
 @pytest.mark.gpu
 @pytest.mark.skipif(not kernel_tools.CUDA, reason="no CUDA device")
 def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worth, "FEWEST", 1 << 16)
+    monkeypatch.setattr(sizes, "FEWEST", 1 << 16)
     model, _ = fxprec.convert(Block().cuda(), (X.cuda(),), dtype=torch.bfloat16)
     model(X.cuda()).sum().backward()
     assert regions(model) == [[]]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxprec.kernels.calls import parts as calls_of_parts
 from fxprec.kernels.nn import parts as kernels
-from fxprec.passes.fusion import wide_parts
 
 X = torch.randn(4, 6, 8)
 CUTS: dict[str, Any] = {
@@ -31,7 +31,7 @@ def rewritten(tools: Any, function: Any, **options: Any) -> Any:
 
 
 def calls(gm: Any) -> int:
-    return len(gm.graph.find_nodes(op="call_function", target=wide_parts.parts))
+    return len(gm.graph.find_nodes(op="call_function", target=calls_of_parts.parts))
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
@@ -67,7 +67,7 @@ JOINS: dict[str, Any] = {
 @pytest.mark.parametrize("name", JOINS)
 def test_each_spelling_joins(tools: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gm = rewritten(tools, lambda x: JOINS[name](x * 2, x) + 1)
-    assert len(gm.graph.find_nodes(op="call_function", target=wide_parts.joined)) == 1
+    assert len(gm.graph.find_nodes(op="call_function", target=calls_of_parts.joined)) == 1
     on_a_gpu(monkeypatch)
     taken: list[Any] = []
     join = kernels.join
@@ -81,10 +81,10 @@ def test_each_spelling_joins(tools: Any, name: str, monkeypatch: pytest.MonkeyPa
 def test_one_tensor_and_small_ones_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_gpu(monkeypatch)
     monkeypatch.setattr(kernels, "join", lambda *args: pytest.fail("called"))
-    assert torch.equal(wide_parts.joined((X,), -1), X)
-    assert wide_parts.joined((X[:1], X[:1]), -1).shape == (1, 6, 16)
+    assert torch.equal(calls_of_parts.joined((X,), -1), X)
+    assert calls_of_parts.joined((X[:1], X[:1]), -1).shape == (1, 6, 16)
     with Seen():
-        wide_parts.joined((X, X), -1)
+        calls_of_parts.joined((X, X), -1)
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -92,7 +92,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     taken: list[Tensor] = []
     kernel = kernels.parts
     monkeypatch.setattr(kernels, "parts", lambda x, take: taken.append(x) or kernel(x, take))
-    monkeypatch.setattr(wide_parts, "_WORTH", X.numel())
+    monkeypatch.setattr(calls_of_parts, "FEWEST", X.numel())
     monkeypatch.setattr(Tensor, "is_cuda", True)
     return taken
 
@@ -104,10 +104,10 @@ class Seen(TorchDispatchMode):
 
 def test_what_is_small_or_watched_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = on_a_gpu(monkeypatch)
-    wide_parts.parts(X, "chunk", 2)
+    calls_of_parts.parts(X, "chunk", 2)
     assert len(taken) == 1
-    wide_parts.parts(X[1:], "chunk", 2)
+    calls_of_parts.parts(X[1:], "chunk", 2)
     with Seen():
-        wide_parts.parts(X, "chunk", 2)
-    torch.func.vmap(lambda x: wide_parts.parts(x, "unbind")[0])(X.expand(4, 4, 6, 8))
+        calls_of_parts.parts(X, "chunk", 2)
+    torch.func.vmap(lambda x: calls_of_parts.parts(x, "unbind")[0])(X.expand(4, 4, 6, 8))
     assert len(taken) == 1

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxprec.passes.fusion import aligned_rows
+from fxprec.kernels.calls import aligned_linear as aligned
 from fxprec.passes.graph.annotations import notes
 
 
@@ -34,7 +34,7 @@ def fused(tools: Any, **options: Any) -> list[Any]:
 
 @pytest.mark.parametrize("regions", ["", "triton", "aten"])
 def test_those_of_odd_rows_are_called(tools: Any, regions: str) -> None:
-    assert fused(tools, regions=regions) == [aligned_rows.aligned_linear, F.linear, aligned_rows.aligned_linear]
+    assert fused(tools, regions=regions) == [aligned.aligned_linear, F.linear, aligned.aligned_linear]
 
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"native_mixed": False}, {"level": "O0"}])
@@ -59,16 +59,16 @@ def test_rows_lie_apart_only_where_no_reader_minds(tools: Any) -> None:
     for node in gm.graph.find_nodes(op="placeholder", target="w"):
         node.meta["sizes"] = (9, 16)
     gm = tools.rewritten(gm, tools.context(device="cuda", keep_output_dtype=False), until="move_wide")
-    found = [node.kwargs["apart"] for node in gm.graph.nodes if node.target is aligned_rows.aligned_linear]
+    found = [node.kwargs["apart"] for node in gm.graph.nodes if node.target is aligned.aligned_linear]
     assert found == [False, True, False, True, True, False]
 
 
 def test_what_a_reader_minds_is_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aligned_rows, "_WORTH", 1)
+    monkeypatch.setattr(aligned, "FEWEST", 1)
     monkeypatch.setattr(Tensor, "is_cuda", True)
     x, weight = torch.randn(3, 16, dtype=torch.bfloat16), torch.randn(9, 16, dtype=torch.bfloat16)
-    assert aligned_rows.aligned_linear(x, weight, apart=True).stride() == (16, 1)
-    assert aligned_rows.aligned_linear(x, weight).view(9, 3).stride() == (3, 1)
+    assert aligned.aligned_linear(x, weight, apart=True).stride() == (16, 1)
+    assert aligned.aligned_linear(x, weight).view(9, 3).stride() == (3, 1)
 
 
 class Seen(TorchDispatchMode):
@@ -80,15 +80,15 @@ def test_what_is_large_and_not_watched_takes_it(monkeypatch: pytest.MonkeyPatch)
     taken: list[int] = []
     module = types.SimpleNamespace(aligned_linear=lambda x, w, b: taken.append(len(w)) or F.linear(x, w, b))
     monkeypatch.setitem(sys.modules, "fxprec.kernels.nn.aligned_linear", module)
-    monkeypatch.setattr(aligned_rows, "_WORTH", 3 * 16 * 37)
+    monkeypatch.setattr(aligned, "FEWEST", 3 * 16 * 37)
     monkeypatch.setattr(Tensor, "is_cuda", True)
     x, weight = torch.randn(3, 16, dtype=torch.bfloat16), torch.randn(37, 16, dtype=torch.bfloat16)
-    assert torch.equal(aligned_rows.aligned_linear(x, weight), F.linear(x, weight)) and taken == [37]
-    aligned_rows.aligned_linear(x, nn.Parameter(weight))
+    assert torch.equal(aligned.aligned_linear(x, weight), F.linear(x, weight)) and taken == [37]
+    aligned.aligned_linear(x, nn.Parameter(weight))
     assert taken == [37, 37]
-    aligned_rows.aligned_linear(x[:2], weight)  # small
-    aligned_rows.aligned_linear(x.float(), weight.float())
+    aligned.aligned_linear(x[:2], weight)  # small
+    aligned.aligned_linear(x.float(), weight.float())
     with Seen():
-        aligned_rows.aligned_linear(x, weight)
-    torch.func.vmap(lambda row: aligned_rows.aligned_linear(row, weight))(torch.stack([x, x]))
+        aligned.aligned_linear(x, weight)
+    torch.func.vmap(lambda row: aligned.aligned_linear(row, weight))(torch.stack([x, x]))
     assert taken == [37, 37]

@@ -19,11 +19,12 @@ from torch.fx import GraphModule, symbolic_trace
 import fxprec
 from benchmarks.workloads.models import GPT
 from fxprec.costs.files import path_of, processor_name, write
+from fxprec.kernels.calls.attention import cpu_attention
 from fxprec.kernels.cpu import attention_products as products
 from fxprec.kernels.cpu import compiled_attention as compiled
 from fxprec.kernels.cpu.compiled_attention import why_not
 from fxprec.passes.costs.device_costs import ATTENTION_WAYS, Curve, DeviceCosts, Work
-from fxprec.passes.fusion.attention_calls import call_attention, cpu_attention
+from fxprec.passes.fusion.kernel_calls import call_kernels
 from fxprec.passes.graph.text import format_graph
 
 BF16 = torch.bfloat16
@@ -72,7 +73,7 @@ return %relu_f32""",  # noqa: E501
     assert node.meta["precision"].why.endswith(
         "; plain products from 0.0003 MFLOP on, without a backward from 0.002 MFLOP"
     )
-    again = call_attention(gm, tools.context(attention=("products", 2e3, 3e2)))
+    again = call_kernels(gm, tools.context(attention=("products", 2e3, 3e2)))
     assert not again.changed
 
 

@@ -1,0 +1,86 @@
+"""Calls attention in bfloat16 on a CPU, another way than torch's kernel where that is faster.
+
+The way is that of the conversion: "products" or "recomputed", whichever takes less time on this CPU
+(``fxprec.kernels.cpu.attention_products``), or with ``fuse=True`` "compiled"
+(``fxprec.kernels.cpu.compiled_attention``). It is taken from so many FLOP on, by a forward alone and by one with a
+backward; what is smaller is torch's, and what the kernels do not serve.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxprec.kernels.launch.direct import Run
+from fxprec.kernels.launch.graph_call import graph_call
+
+#: FLOP from which a way is taken: by a forward alone, and by one with a backward. None: never.
+FromFlop: TypeAlias = tuple[int | None, int | None]
+
+
+@graph_call
+def cpu_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, way: str = "products",
+    from_flop: FromFlop = (None, None),
+) -> Tensor:  # fmt: skip
+    """Return ``F.scaled_dot_product_attention``, computed the given way from so many FLOP on."""
+    if query.dtype is torch.bfloat16 and query.dim() == 4 and not dropout_p:
+        from fxprec.kernels.cpu import attention  # whose ops are registered when it is imported
+
+        trained = attention.wants_gradients(query, key, value)
+        if _is_enough(query, key, is_causal, from_flop[trained], trained):
+            arguments = query, key, value, attn_mask, is_causal
+            if attention.serves(*arguments, enable_gqa):
+                if way == "compiled":
+                    from fxprec.kernels.cpu import compiled_attention
+
+                    return compiled_attention.compiled_attention(*arguments, scale)
+                from fxprec.kernels.cpu import attention_products as products
+
+                if products.is_short(query, key, value, is_causal):
+                    recomputed = way == "recomputed"
+                    attend = products.recomputed_attention if recomputed else products.attention_by_products
+                    return attend(*arguments, scale)
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+def _is_enough(query: Tensor, key: Tensor, causal: bool, limit: int | None, trained: bool) -> bool:
+    flop = 4 * query.numel() * key.shape[-2]
+    if causal and not trained:
+        flop //= 4  # torch's forward leaves half of them out; ours comes in up to four blocks, with calls of each
+    return limit is not None and flop >= limit
+
+
+def run_for(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, from_flop: FromFlop = (None, None),
+) -> Run | None:  # fmt: skip
+    """Return ``cpu_attention`` as a compiled loop, of tensors with the shapes and strides of these.
+
+    None where a gradient is wanted, or the loop does not serve. Where ``sdpa_kernel`` forbids fused kernels the
+    function calls torch's.
+    """
+    from fxprec.kernels.cpu import attention, compiled_attention
+
+    if query.dtype is not torch.bfloat16 or query.dim() != 4 or attention.wants_gradients(query, key, value):
+        return None
+    if not _is_enough(query, key, is_causal, from_flop[0], False):
+        return None
+    if not attention.serves(query, key, value, None, is_causal, enable_gqa):
+        return None
+    run = compiled_attention.run_for(query, key, value, is_causal, scale)
+    if run is None:
+        return None
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if torch.backends.cuda.flash_sdp_enabled():  # which is about CPUs' kernel as well
+            return run(query, key, value)
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        return F.scaled_dot_product_attention(query, key, value, **options)
+
+    return attend

@@ -1,0 +1,92 @@
+"""Makes functions that rewritten graphs call: each is one node of a graph, however often the graph is traced again.
+
+A pass puts a function of ours in the place of torch's op, and the function decides when it runs whether a kernel
+serves::
+
+    @graph_call
+    def max_pool2d(input, kernel_size, stride=None, padding=0):
+        if serves(input):
+            return kernel(input, kernel_size, stride, padding)
+        return F.max_pool2d(input, kernel_size, stride, padding)
+
+Where somebody traces the graph anew, to split it or to pickle a part of it, ``input`` is a ``Proxy``, and the body must
+not answer its own questions about it. ``torch.fx.wrap`` would record the call within one process only: it patches the
+module that the call stands in, and the source of an unpickled graph stands in none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.fx import Proxy
+
+from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+from fxprec.kernels.launch.operands import FLOATS
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def graph_call(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function one node of each trace whose values it is called with."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        tracer = tracer_of(args) or (tracer_of(kwargs) if kwargs else None)
+        if tracer is not None:
+            return tracer.create_proxy("call_function", call, args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def in_script(torchs: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Name the function of torch that stands for a graph call in TorchScript, which compiles no code of ours."""
+
+    def name(call: Callable[P, R]) -> Callable[P, R]:
+        call.in_script = torchs  # type: ignore[attr-defined]
+        return call
+
+    return name
+
+
+def tracer_of(value: Any) -> Any:
+    """Return the tracer of a proxy, or of the first proxy in a container; None outside of a trace."""
+    if isinstance(value, Proxy):
+        return value.tracer
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return None
+    for part in value:  # dynamo of torch 2.11, in whose captures a graph module may be, cannot run `next((... := ...))`
+        if isinstance(part, Proxy | tuple | list | dict):
+            tracer = tracer_of(part)
+            if tracer is not None:
+                return tracer
+    return None
+
+
+def runs_eagerly() -> bool:
+    """Return whether this op runs at once, on values, with nobody to look into it.
+
+    A compiler or tracer would unroll what a kernel of ours does; vmap and forward mode have no rule for it.
+    """
+    return watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None
+
+
+def runs_unseen() -> bool:
+    """Return whether an op ``runs_eagerly``, and no dispatch mode counts, traces or saves ops either."""
+    return watcher(COMPILER, SCRIPT, TRANSFORM, DUAL, ANY_MODE) is None
+
+
+def triton_serves(x: Tensor) -> bool:
+    """Return whether Triton's kernels take this tensor; compilers and exporters get torch's own ops."""
+    if torch.compiler.is_compiling() or x.dtype not in FLOATS:
+        return False
+    from fxprec.kernels.launch.triton_support import can_launch  # which loads Triton
+
+    return can_launch(x.device)

@@ -1,0 +1,93 @@
+"""Rewrites what matches a pattern: a node of some op, a check that finds what is to become of it, and the rewrite.
+
+A pass of small rewrites is a table of patterns::
+
+    _PATTERNS = (Pattern(("conv2d",), _depthwise, _call_depthwise),)
+
+    @bodies_first
+    def call_kernels(gm, context):
+        return rewrite_matches(gm, context, _PATTERNS)
+
+A check changes nothing. It returns what its rewrite takes; or why a user who would expect the rewrite does not get it,
+for the report; or None where the node is something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, TypeAlias
+
+from torch.fx import Graph, GraphModule, Node
+
+from fxprec.passes.context import Context, PassResult
+from fxprec.passes.graph.annotations import notes
+from fxprec.passes.graph.grad_mode import ever_records, returned_with_gradient
+from fxprec.passes.ops.aliases import alias_roots, written_roots
+
+#: A match of a rewrite that needs nothing but the node.
+MATCH: Final = object()
+
+
+class WholeGraph:
+    """The graph around a node: what checks ask of it as a whole, found once, when it is first asked for."""
+
+    def __init__(self, graph: Graph, context: Context) -> None:
+        self.graph, self.context = graph, context
+
+    @cached_property
+    def roots(self) -> dict[Node, Node]:
+        """Map each node to the first node of those that may share its memory."""
+        return alias_roots(self.graph)
+
+    @cached_property
+    def _written(self) -> set[Node]:
+        return written_roots(self.graph, self.roots)
+
+    def is_written(self, node: Node | None) -> bool:
+        """Return whether the graph writes in place to the memory of a node; False for nodes made since."""
+        return node is not None and self.roots.get(node) in self._written
+
+    @cached_property
+    def returned(self) -> set[Node]:
+        """What is returned with a gradient: others read it as it is returned, never what it was cast from."""
+        return returned_with_gradient(self.graph, self.context.gradients)
+
+    @cached_property
+    def records(self) -> bool:
+        """Flag of a graph in which autograd records anywhere."""
+        return ever_records(self.graph, self.context.gradients)
+
+
+Check: TypeAlias = Callable[[Node, WholeGraph], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Rewrite of one kind of node.
+
+    Attributes:
+        ops: canonical names of the ops that it begins at.
+        check: (node, surroundings) -> what to rewrite, a reason why not (a str), or None.
+        rewrite: (node, what the check found) -> None.
+    """
+
+    ops: Sequence[str]
+    check: Check
+    rewrite: Callable[[Node, Any], None]
+
+
+def rewrite_matches(gm: GraphModule, context: Context, patterns: Sequence[Pattern]) -> PassResult:
+    """Rewrite every node that a pattern matches, in the order of the graph, each after the rewrites before it."""
+    by_op = {op: pattern for pattern in patterns for op in pattern.ops}
+    around = WholeGraph(gm.graph, context)
+    changed, declined = False, list[str]()
+    for node, pattern in [(node, by_op[op.name]) for node in gm.graph.nodes if (op := notes(node).op).name in by_op]:
+        found = pattern.check(node, around)
+        if isinstance(found, str):
+            declined.append(f"{node.name}: {found}")
+        elif found is not None:
+            pattern.rewrite(node, found)
+            changed = True
+    return PassResult(gm, changed, tuple(declined))
