@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fxprec.capture.containers import Contents
-from fxprec.capture.guard_values import PARTS, is_container, is_plain
+from fxprec.capture.facts import PARTS
+from fxprec.capture.guard_values import is_container, is_plain
 
 
 class ModelState(Contents):

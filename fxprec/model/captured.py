@@ -45,7 +45,7 @@ class Captured:
         """Return whether a call of the method's module, in the modes that it and its parts are in, may run it."""
         if self.calls is not None:
             return modes_of(owner) in self.calls.modes
-        return self.guards is None or self.guards.failing() is None
+        return self.guards is None or self.guards.hold()
 
     def reads_dtypes_of(self, model: nn.Module, frozen: Container[str]) -> bool:
         """Return whether weights have the dtypes that the graph was captured with, but for those that became low."""

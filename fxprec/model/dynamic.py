@@ -26,7 +26,6 @@ from torch.fx import GraphModule
 from fxprec.capture.capturing import CAPTURING
 from fxprec.capture.dynamo import analysis as dynamo
 from fxprec.capture.dynamo.graph import own_copy, own_graph
-from fxprec.capture.ties import Ties, slots_of
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.model.method import Method
 from fxprec.model.net import RUNS_AS_TOLD, RUNS_FP32, Net, turn_off, under_others, without_net
@@ -112,7 +111,6 @@ class DynamicGraphs:
         self._under_net = True
         self._sparse: bool | None = None  # whether a call met a sparse tensor; None: nobody looked at the model's yet
         self._model: weakref.ref[nn.Module] | None = None
-        self._ties: Ties | None = None
         self.found: list[tuple[GraphModule, Program, bool, Calls]] = []
         self._ran = Ran()
         self._calls = 0
@@ -131,8 +129,7 @@ class DynamicGraphs:
         if capture is None:
             with CAPTURING:
                 self._model = weakref.ref(model)
-                self._ties = self._ties or Ties(slots_of(model))
-                capture = self._capture = self._capture or dynamo.DynamoCapture(self._method.unbound, self)
+                capture = self._capture = self._capture or dynamo.DynamoCapture(self._method.unbound, self, model)
         if not self._sparse and not self._resources.settings.policy.lowers_parameters:
             known = () if self._sparse is False else (*model.parameters(), *model.buffers())
             self._sparse = _any_sparse((*known, *args, *kwargs.values()))
@@ -177,9 +174,7 @@ class DynamicGraphs:
 
     def changed(self) -> str | None:
         """Return what is no longer as dynamo takes for granted, so that all has to be captured anew, or None."""
-        if self._capture is None or self._ties is None:
-            return None
-        return self._capture.extra_guards.changed() or (None if self._ties.hold() else self._ties.change())
+        return None if self._capture is None else self._capture.extra_guards.failing()
 
     def rewritten(self, gm: GraphModule, inputs: list[Any], part: str) -> Callable[..., Any]:
         """dynamo's backend: rewrite one graph, and run it on dynamo's arguments with shadows in the weights' places."""
@@ -258,7 +253,8 @@ class DynamicGraphs:
 
     def _without_net(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Capture as a whole, with autocast off, what eager autocast cannot run (mixed dtypes in scatter_add)."""
-        capture = dynamo.DynamoCapture(self._method.unbound, self, fullgraph=True)
+        model = self._model and self._model()
+        capture = dynamo.DynamoCapture(self._method.unbound, self, model, fullgraph=True)
         found, notes = [*self.found], {**self.net_notes}
         try:
             output = capture.call(module, *args, **kwargs)

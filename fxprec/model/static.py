@@ -138,7 +138,7 @@ class StaticEntry:
                 return False
             if self.layouts != _layouts(tensors):
                 return False
-        if self.captured.guards.failing() is not None:  # type: ignore[union-attr]
+        if not self.captured.guards.hold():  # type: ignore[union-attr]
             return False
         # The guards know now that every weight is in its place.
         return tensors is None or self.memory is None or self.memory.holds([*map(getitem, *self.watched)], tensors)

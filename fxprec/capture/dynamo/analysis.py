@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import torch
+from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.fx import GraphModule
 
@@ -113,17 +114,25 @@ class DynamoCapture:
     Args:
         function: the original forward, unbound: called as ``function(module, *args, **kwargs)``.
         receiver: gets the graphs and the reasons. Held weakly: dynamo keeps every backend it has seen for good.
+        model: in which it runs.
         fullgraph: refuse graph breaks.
 
     Attributes:
         extra_guards: what it takes for granted, beside dynamo's guards.
     """
 
-    def __init__(self, function: Callable[..., Any], receiver: GraphReceiver, *, fullgraph: bool = False) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        receiver: GraphReceiver,
+        model: nn.Module | None = None,
+        *,
+        fullgraph: bool = False,
+    ) -> None:
         backend = _Backend(receiver)
         context = torch_dynamo().optimize(backend, nopython=fullgraph, **_OF_ITS_OWN)
         twin = _own_code(function)
-        self.extra_guards = ExtraGuards()
+        self.extra_guards = ExtraGuards(model)
         self._compiling = _Compiling(context.callback, backend, twin, self.extra_guards)  # type: ignore[attr-defined]
         context.callback = self._compiling  # type: ignore[attr-defined]
         self._run = context(twin)

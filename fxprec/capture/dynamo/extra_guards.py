@@ -23,51 +23,57 @@ import builtins
 import contextlib
 import functools
 import inspect
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from operator import attrgetter
 from types import CellType, CodeType, FunctionType, ModuleType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch import Tensor, nn
 
 from fxprec.capture.capturing import CAPTURING
 from fxprec.capture.code_reads import names_in
-from fxprec.capture.guard_values import Lookups, same
+from fxprec.capture.facts import (
+    Expected,
+    Fact,
+    Facts,
+    Lookups,
+    Ties,
+    as_expected,
+    fact_of,
+    function_parts,
+    lacking,
+    slots_of,
+    unchanged_functions,
+)
+from fxprec.capture.guard_values import same
 from fxprec.capture.trusted import is_library, is_torchs
 from fxprec.torch_internals import raw_environment
 
 _BUILTINS: Final = frozenset(vars(builtins))
-_CODE: Final = attrgetter("__code__")
 #: What runs whenever a module is called.
 _CALLED: Final = ("forward", "__call__")
 
 
-class _Ask(NamedTuple):
-    """Guard: what is asked at each call, and the answer while dynamo compiled."""
-
-    what: str
-    ask: Callable[[Any], Any]
-    argument: Any
-    expected: Any
-
-
 class ExtraGuards:
-    """Guards of one capture that dynamo does not make; ``changed()`` is None while all of them hold.
+    """Guards of one capture that dynamo does not make; ``failing()`` is None while all of them hold.
 
     Collecting needs the lock of captures.
+
+    Args:
+        model: whose parameters and modules may become, or no longer be, one; None: there is none.
 
     Attributes:
         kept: locals of the frame that dynamo takes now which hold the same object at each call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._ties = None if model is None else Ties(slots_of(model))
         #: Code, and the id of its globals, that was looked at since the latest frame was taken.
         self._seen: set[tuple[CodeType, int]] = set()
         #: class -> name -> what it has there, inherited or not, before a descriptor makes anything of it.
         self._methods: dict[type, dict[str, Any]] = {}
-        self._functions: dict[FunctionType, CodeType] = {}
-        self._defaults: dict[FunctionType, tuple[Any, Any]] = {}
+        self._functions: dict[FunctionType, tuple[Any, Any, Any]] = {}
         #: namespace by its id, or that of its class -> itself, what to call it, and names that it has not.
         self._absent: dict[int, tuple[Mapping[str, Any], str, set[str]]] = {}
         self._modules: set[nn.Module] = set()
@@ -76,7 +82,7 @@ class ExtraGuards:
         self._environment: dict[Any, Any] | None = None
         self._registered: object = None
         self._results: list[tuple[Callable[[], Any], str, Any]] = []
-        self._asks: list[_Ask] | None = None
+        self._facts: Facts | None = None
 
     def inlined(
         self,
@@ -97,9 +103,7 @@ class ExtraGuards:
             lasts: whether that argument is there before the call and after it.
         """
         if function is not None:
-            self._functions.setdefault(function, function.__code__)
-            if (function.__defaults__ or function.__kwdefaults__) and not is_torchs(function):
-                self._defaults.setdefault(function, (function.__defaults__, function.__kwdefaults__))
+            self._functions.setdefault(function, function_parts(function))
         for cls, name in (lookup for owner in owners for lookup in _lookups(owner, function)):
             found = inspect.getattr_static(cls, name, None)
             if found is None:
@@ -114,7 +118,7 @@ class ExtraGuards:
 
     def result(self, call: Callable[[], Any], name: str, value: Any) -> None:
         """A call of a function that keeps its results gives a plain value: the graph has it as a constant."""
-        self._asks = None
+        self._facts = None
         self._results.append((call, name, value))
 
     def frame(self, code: CodeType, scope: dict[str, Any], variables: Mapping[str, Any]) -> None:
@@ -132,7 +136,7 @@ class ExtraGuards:
 
     def _runs(self, code: CodeType, scope: dict[str, Any], values: Iterable[Any], lasting: Iterable[Any]) -> None:
         """``lasting``: of the values, and beside them, those that the next call meets again."""
-        self._asks = None
+        self._facts = None
         values, names = [*values], names_in(code)
         if "__dict__" in names or "vars" in names:
             for value in values:
@@ -177,43 +181,46 @@ class ExtraGuards:
         absent = self._absent.setdefault(id(owner or scope), (scope, label, set()))[2]
         absent.update(names - scope.keys())
 
-    def changed(self) -> str | None:
+    def failing(self) -> str | None:
         """Return what is no longer so, or None."""
-        asks = self._asks
-        if asks is None:
+        facts = self._facts
+        if facts is None:
             with CAPTURING:
-                asks = self._asks = [*self._all_asks()]
-        for what, ask, argument, expected in asks:
-            try:
-                if ask(argument) != expected:
-                    return what
-            except Exception:  # it is gone, or cannot be compared
-                return what
-        return None
+                facts = self._facts = Facts(self._all_facts())
+        return facts.failing()
 
-    def _all_asks(self) -> Iterator[_Ask]:
-        functions = [*self._functions]
-        yield _Ask("the code of a function was replaced", _codes, functions, [*self._functions.values()])
-        if self._defaults:
-            yield _Ask("the defaults of a function were replaced", _same_defaults, self._defaults, True)
-        for cls, names in self._methods.items():
-            what = f"a method of {cls.__qualname__} was replaced"
-            plain = {name: value for name, value in names.items() if type(value) is FunctionType}
-            if plain:
-                yield _Ask(what, *_attributes(cls, plain))
-            for name in names.keys() - plain.keys():  # it may be another object at each look
-                yield _Ask(what, functools.partial(inspect.getattr_static, attr=name), cls, names[name])
+    def _all_facts(self) -> Iterator[Fact]:
+        if self._ties is not None:
+            yield fact_of(self._ties)
+        yield from unchanged_functions(self._functions)
+        methods = [
+            _Method(cls.__qualname__, cls, *found) for cls, names in self._methods.items() for found in names.items()
+        ]
+        yield from as_expected(each for each in methods if type(each.value) is FunctionType)
+        for each in methods:
+            if type(each.value) is not FunctionType:  # what a descriptor makes may be another object at each look
+                look_up = functools.partial(inspect.getattr_static, attr=each.name)
+                yield Fact(look_up, each.scope, each.value, each.change)
         for scope, label, absent in self._absent.values():
             if absent:
-                yield _Ask(f"{label} got a new attribute", scope.keys().isdisjoint, frozenset(absent), True)
-        for lookups in self._lookups:
-            yield _Ask("an attribute hides a parameter, buffer or child", Lookups.holds, lookups, True)
+                yield lacking(f"{label}.", scope, absent)
+        yield from map(fact_of, self._lookups)
         if self._environment is not None:
-            yield _Ask("the environment changed", raw_environment, os.environ, self._environment)
+            yield Fact(raw_environment, os.environ, self._environment, "the environment")
         for call, name, value in self._results:
-            yield _Ask(f"{name} gives another value", functools.partial(_gives, call), value, True)
+            yield Fact(functools.partial(_gives, call), value, True, f"{name} gives another value".format)
         if self._registered is not None:
-            yield _Ask("an abstract class got a class", lambda _: abc.get_cache_token(), None, self._registered)
+            yield Fact(operator.call, abc.get_cache_token, self._registered, lambda: "an abstract class got a class")
+
+
+class _Method(Expected):
+    """A method of a class."""
+
+    __slots__ = ()
+
+    def change(self) -> str | None:
+        now = inspect.getattr_static(self.scope, self.name, None)
+        return None if now is self.value else f"{self.label}.{self.name} was replaced"
 
 
 def _gives(call: Callable[[], Any], value: Any) -> bool:
@@ -238,21 +245,6 @@ def _lookups(owner: type, function: FunctionType | None) -> Iterator[tuple[type,
 def _function_of(value: Any) -> Any:
     """The function of a method, of a static or class method, or of a property."""
     return getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "func", None) or value
-
-
-def _attributes(cls: type, names: dict[str, Any]) -> tuple[Callable[[Any], Any], type, Any]:
-    """Return how to ask a class for these attributes."""
-    expected = tuple(names.values())
-    return attrgetter(*names), cls, expected if len(names) > 1 else expected[0]
-
-
-def _codes(functions: list[FunctionType]) -> list[CodeType]:
-    return [*map(_CODE, functions)]
-
-
-def _same_defaults(defaults: dict[FunctionType, tuple[Any, Any]]) -> bool:
-    """By identity: they may hold what cannot be compared."""
-    return all([f.__defaults__ is one and f.__kwdefaults__ is two for f, (one, two) in defaults.items()])
 
 
 def _strings(code: CodeType) -> Iterator[str]:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fxprec.capture.capturing import CaptureDeclined
-from fxprec.capture.guard_values import PARTS, is_container, is_plain, snapshot
+from fxprec.capture.facts import PARTS, remembered
 from fxprec.capture.originals import original_class
-from fxprec.capture.symbolic.guards import HOOKS, Fact, Guards, Reads, Slot, hooks_of
+from fxprec.capture.symbolic.guards import HOOKS, Asked, Guards, Reads, Slot, hooks_of
 from fxprec.capture.symbolic.opaque_code import OpaqueCode
-from fxprec.capture.symbolic.surroundings import Held, Surroundings
+from fxprec.capture.symbolic.surroundings import Surroundings
 from fxprec.capture.trusted import is_trusted
 from fxprec.torch_internals import CALLED_THROUGH
 
@@ -108,7 +108,7 @@ class Recorder:
         self._seen: set[tuple[int, str]] = set()
         self.opaque = OpaqueCode(decline)
         self.surroundings = Surroundings(self.opaque.stop_at)
-        self._facts: dict[tuple[str, Any], Fact] = {}
+        self._asked: dict[tuple[str, Any], Asked] = {}
         self.slots: dict[int, tuple[str, Slot]] = {}
         self._ties: list[tuple[Slot, Slot]] = []
         swapped: dict[type[nn.Module], None] = {}
@@ -183,16 +183,16 @@ class Recorder:
 
     def asks_shape(self, tensor: Tensor) -> None:
         """The forward used the shape of this parameter or buffer as a constant."""
-        self._add_fact(self.slots[id(tensor)][1], _SHAPE)
+        self._add_asked(self.slots[id(tensor)][1], _SHAPE)
 
     def asks_missing(self, tensor: Tensor, name: str) -> None:
         """The forward asked this parameter or buffer for an attribute that nobody set on it."""
         slot = self.slots[id(tensor)][1]
-        self._facts[slot.path, name] = (slot, lambda asked: name in vars(asked), False)
+        self._asked[slot.path, name] = (slot, lambda asked: name in vars(asked), False)
 
-    def _add_fact(self, slot: Slot, ask: Callable[[Tensor], Any]) -> None:
+    def _add_asked(self, slot: Slot, ask: Callable[[Tensor], Any]) -> None:
         if slot.tensor() is not None:
-            self._facts[slot.path, ask] = (slot, ask, ask(slot.tensor()))
+            self._asked[slot.path, ask] = (slot, ask, ask(slot.tensor()))
 
     def guards(self) -> Guards:
         """The guards of everything read so far."""
@@ -200,7 +200,7 @@ class Recorder:
         if (why := found.reach_all(self._classes)) is not None:  # a class is asked for without a read of its module
             self._decline(f"asks for types, and may read {why}")
         for label, tensor in found.tensors.values():
-            self._add_fact(Slot({"": tensor}, "", label), _FACTS)
+            self._add_asked(Slot({"": tensor}, "", label), _FACTS)
         return Guards(
             self._root,
             [*self._reads.values()],
@@ -208,7 +208,7 @@ class Recorder:
             found.functions,
             found.absent,
             self._ties,
-            [*self._facts.values()],
+            [*self._asked.values()],
         )
 
     def _first_read(self, module: nn.Module) -> Reads:
@@ -242,18 +242,17 @@ class Recorder:
         if name in _TENSORS:
             # for instance by next(self.parameters()).device: what needs no arithmetic is open to the forward
             for tensor_name in value:
-                self._add_fact(Slot(value, tensor_name, reads.label(tensor_name)), _FACTS)
+                self._add_asked(Slot(value, tensor_name, reads.label(tensor_name)), _FACTS)
             return
         if name == "_modules" or (name.startswith("__") and name.endswith("__")):
             return
         if name in attributes:
             if isinstance(value, Tensor):
                 reads.tensors[name] = value
-                self._add_fact(Slot(attributes, name, reads.label(name)), _FACTS)
+                self._add_asked(Slot(attributes, name, reads.label(name)), _FACTS)
             elif value is attributes[name]:
                 self._look_at(reads, name, value)
-                held = is_container(value) and not is_plain(value)
-                reads.values[name] = Held(value, snapshot(value)) if held else value
+                reads.values[name] = remembered(value)
             return
         if name == "_wrapped_call" and isinstance(reads.module, torch.fx.GraphModule):
             return

@@ -25,7 +25,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from typing import Any, Final, NamedTuple
 
@@ -35,7 +35,8 @@ from torch.fx import Proxy
 
 from fxprec.capture.code_reads import Key, Read, code_reads, strings_in
 from fxprec.capture.containers import Contents
-from fxprec.capture.guard_values import CONTAINERS, contents, is_container, is_plain, snapshot
+from fxprec.capture.facts import Expected, Fact, lacking, remembered
+from fxprec.capture.guard_values import CONTAINERS, contents, is_container, is_plain
 from fxprec.capture.symbolic.handlers import ends_errors
 from fxprec.capture.symbolic.opaque_code import Why
 from fxprec.capture.symbolic.questions import questions, unheard
@@ -88,43 +89,6 @@ _MOST: Final = 20_000
 _IMPURE: Final = "which looks at more than its arguments"
 
 
-class Expected(NamedTuple):
-    """A value that must still be there: ``scope[name]``, of a class or cell its attribute; ``label`` for people.
-
-    ``exact``: only torch's own code reads it otherwise, to which True, 1 and 1.0 are the same.
-    """
-
-    label: str
-    scope: Any
-    name: Any
-    value: Any
-    exact: bool = True
-
-    def now(self) -> Any:
-        """Return what is there; raise LookupError, AttributeError or ValueError if nothing is."""
-        return getattr(self.scope, self.name) if has_attributes(self.scope) else self.scope[self.name]
-
-
-def has_attributes(scope: Any) -> bool:
-    """Return whether what is expected in a scope is an attribute, and no item."""
-    return isinstance(scope, type | types.CellType)
-
-
-class Held(NamedTuple):
-    """A container that must be the same one, and hold what it held."""
-
-    container: Any
-    snapshot: Any
-
-
-class Lacking(NamedTuple):
-    """A namespace that must not get these names; ``label``, for people, stands before one of them."""
-
-    label: str
-    scope: Mapping[str, Any]
-    names: set[str]
-
-
 def _content(cell: types.CellType) -> Any:
     """Return what a closure cell holds; ``_MISSING`` where it was emptied."""
     try:
@@ -157,7 +121,7 @@ class Surroundings:
         self._looked_at: dict[int, tuple[Any, str | None]] = {}  # with the object, so that its id stays its own
         self._codes: set[tuple[int, int, tuple[int, ...]]] = set()
         self._classes: set[type] = set()
-        self._builtins: dict[int, Lacking] = {}  # by the globals that must not hide them
+        self._builtins: dict[int, tuple[dict[str, Any], set[str]]] = {}  # by the globals that must not hide them
         self._names: set[str] = set()
         self.functions: list[types.FunctionType] = []
         self.contents = Contents()
@@ -173,13 +137,14 @@ class Surroundings:
         return [*self._expected.values()]
 
     @property
-    def absent(self) -> Iterator[Lacking]:
+    def absent(self) -> list[Fact]:
         """Names that code asked for in vain, or may have: globals, and attributes of classes and functions."""
-        yield from self._builtins.values()
-        for cls in self._classes:
-            yield Lacking(f"{cls.__qualname__}.", vars(cls), self._names - vars(cls).keys() - _OF_CLASSES)
-        for function in self.functions if self._asks_functions else ():
-            yield Lacking(f"{function.__qualname__}.", vars(function), self._names - vars(function).keys())
+        lacks = [("the global ", scope, names) for scope, names in self._builtins.values()]
+        owners = [*self._classes, *(self.functions if self._asks_functions else ())]
+        lacks += [
+            (f"{each.__qualname__}.", vars(each), self._names - vars(each).keys() - _OF_CLASSES) for each in owners
+        ]
+        return [lacking(label, scope, names) for label, scope, names in lacks if names]
 
     def look_at(self, value: Any, label: str = "") -> str | None:
         """Look through a value that traced code gets hold of. None, or why it is opaque: "an object (Random) ...".
@@ -351,7 +316,7 @@ class Surroundings:
         if read.name in scope:
             value = scope[read.name]
             return self._root(f"the global {read.name}", scope, read.name, value, read)
-        self._builtins.setdefault(id(scope), Lacking("the global ", scope, set())).names.add(read.name)
+        self._builtins.setdefault(id(scope), (scope, set()))[1].add(read.name)
         value = vars(builtins).get(read.name, _MISSING)
         if value is _MISSING:
             return None
@@ -418,10 +383,7 @@ class Surroundings:
     def _expect(self, label: str, scope: Any, name: Any, value: Any) -> None:
         key = id(scope), name
         if key not in self._expected:
-            value = unpatched(value)
-            if is_container(value) and not is_plain(value):
-                value = Held(value, snapshot(value))
-            self._expected[key] = Expected(label, scope, name, value)
+            self._expected[key] = Expected(label, scope, name, remembered(unpatched(value)))
 
     def reach(self, cls: type) -> str | None:
         """A class that traced code gets hold of: its attributes, those of a module by the names that code reads."""

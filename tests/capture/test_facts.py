@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import fxprec
+from fxprec.capture.facts import Ties, slots_of
 from fxprec.capture.symbolic.trace import trace_static
-from fxprec.capture.ties import Ties, slots_of
 
 X = torch.randn(4, 8)
 
