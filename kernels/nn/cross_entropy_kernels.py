@@ -11,23 +11,130 @@ A row's statistics, FP32: its largest logit and ``log sum exp(x - largest)``, wh
 
 Rows of any length at any address are read and written 16 bytes at a time: elements before the first multiple of 16
 bytes in a row and after the last form a tile of their own (EDGES). Short rows share a program.
+
+On a CPU rows with a label each run as a compiled loop, ``cpu/cross_entropy.cpp``. A row stays in the cache between the
+passes over it, so that logits come from memory once forward and once backward, where torch's ops move some 20 bytes
+more for each. The first call compiles (``cpu/cpp``): 0.6 seconds, once a machine.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fxprec.kernels.cpu.cpp import compiled, pointer
 from fxprec.kernels.launch.triton_support import can_launch, constexpr, int64, jit, on_device, tl
-from fxprec.kernels.nn.compiled_cross_entropy import launch_compiled
-from fxprec.kernels.nn.cross_entropy_reference import launch_in_torch
-from fxprec.kernels.nn.cross_entropy_tiles import edge_places, row_middle, sum_tile, write_tile
+from fxprec.kernels.nn.cross_entropy_reference import check_bounds, factors, launch_in_torch
 
 _BLOCK: Final = 4096
 _SHORT: Final = 2048  # elements of the rows that share a program
 _WARPS: Final = 8
+
+
+@jit()
+def row_middle(row, columns, VECTOR: constexpr):
+    """Return the part of a row made of whole 16-byte runs: its pointer, first column and number of columns (int32).
+
+    row: pointer to the row's first column, at any address. VECTOR: elements in 16 bytes.
+    """
+    # A row may be shorter than its way to the first aligned element.
+    before = tl.minimum((16 - row.to(tl.int64) % 16) % 16 // (16 // VECTOR), columns).to(tl.int32)
+    return tl.multiple_of(row + before, 16), before, (columns - before) // VECTOR * VECTOR
+
+
+@jit()
+def edge_places(before, width, columns, VECTOR: constexpr):
+    """Return the other columns, fewer than VECTOR at either end: int32 numbers and their mask, [1, 2 * VECTOR]."""
+    edge = tl.arange(0, 2 * VECTOR)[None, :]
+    places = tl.where(edge < VECTOR, edge, before + width + edge - VECTOR)
+    return places, tl.where(edge < VECTOR, edge < before, places < columns)
+
+
+@jit()
+def spread_tile(targets, weight, columns, inside, keep, spread, SOFT: constexpr, SMOOTHED: constexpr):
+    """Return the target's weight of each class in a tile without the one-hot part: fp32 [R, B], or [1, 1] if all equal.
+
+    targets: pointers [R, 1] to rows of probabilities (fp32, fp16, bf16), read where SOFT. weight: fp32, fp16, bf16
+    [C] or None. columns: int32 [1, B], the tile's. inside: int1 [R, B]. keep, spread: fp32 scalars.
+    """
+    given = tl.zeros((1, 1), tl.float32)
+    if SOFT:
+        given = tl.load(targets + columns, mask=inside, other=0.0).to(tl.float32)
+    if SMOOTHED:
+        given = given * keep + spread
+    if weight is not None:
+        if SOFT or SMOOTHED:
+            given = given * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    return given
+
+
+@jit()
+def sum_tile(
+    x, columns, inside, targets, weight, keep, spread, origin,
+    largest, total, linear, mass, lanes, linear_lanes, mass_lanes,
+    SOFT: constexpr, SMOOTHED: constexpr, LANES: constexpr,
+):  # fmt: skip
+    """Add a tile to its rows' sums; return the tensors of the second line of arguments, updated.
+
+    x: fp32 [R, B], -inf outside. columns, inside, targets, weight, keep, spread: ``spread_tile``'s.
+    origin: fp32 [R], what x counts from in the linear sum: any number near x keeps it exact.
+    largest, total, linear, mass: fp32 [R], the largest x, and the sums of exp(x - largest), of given * (x - origin) and
+    of given (left alone where that is spread everywhere). With LANES the tile goes to lanes, linear_lanes and
+    mass_lanes, fp32 [R, B], which are parts of the sums.
+    """
+    higher = tl.maximum(largest, tl.max(x, 1))
+    shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is NaN
+    # Sums so far were relative to the old largest value.
+    shrink = tl.exp(largest - shift)
+    terms = tl.exp(x - shift[:, None])
+    total = total * shrink
+    if LANES:
+        lanes = lanes * shrink[:, None] + terms
+    else:
+        total += tl.sum(terms, 1)
+    if SOFT or SMOOTHED:
+        given = tl.where(inside, spread_tile(targets, weight, columns, inside, keep, spread, SOFT, SMOOTHED), 0.0)
+        products = given * tl.where(inside, x - origin[:, None], 0.0)
+        if LANES:
+            linear_lanes += products
+        else:
+            linear += tl.sum(products, 1)
+        if SOFT or weight is not None:
+            if LANES:
+                mass_lanes += given
+            else:
+                mass += tl.sum(given, 1)
+    return higher, total, linear, mass, lanes, linear_lanes, mass_lanes
+
+
+@jit()
+def write_tile(
+    x, columns, inside, targets, weight, keep, spread, output, target_output,
+    live, label, hit, largest, log_sum, slope, factor, SOFT: constexpr, SMOOTHED: constexpr,
+):  # fmt: skip
+    """Write the gradient of a tile: factor * (slope * exp(x - lse) - a), zero in rows that are not live.
+
+    x: fp32 [R, B]. columns, targets, weight, keep, spread: ``spread_tile``'s. inside: int1 [R, B], where to write.
+    output: pointers [R, B]. target_output: pointers [R, B] for factor * keep * weight * (lse - x), the gradient of
+    probabilities; or None. live: int1, label: int64, the others fp32, [R].
+    """
+    # Two subtractions: largest + log_sum would round away digits far from zero.
+    place = (x - largest[:, None]) - log_sum[:, None]
+    value = slope[:, None] * tl.exp(place)
+    if SOFT or SMOOTHED:
+        value -= spread_tile(targets, weight, columns, inside & live[:, None], keep, spread, SOFT, SMOOTHED)
+    if not SOFT:
+        value -= tl.where(columns == label[:, None], hit[:, None], 0.0)
+    value = tl.where(live[:, None], value * factor[:, None], 0.0)
+    tl.store(output, value.to(output.dtype.element_ty), mask=inside)
+    if target_output is not None:
+        value = -keep * factor[:, None] * place
+        if weight is not None:
+            value *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target_output, value.to(target_output.dtype.element_ty), mask=inside)
 
 
 @jit(do_not_specialize=["count"])
@@ -275,3 +382,44 @@ def launch(
             VECTOR=16 // logits.element_size(), ROWS=rows, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return None
+
+
+class _Logits(ctypes.Structure):
+    """Struct ``Logits`` of the C++ source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("data", "labels")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "stride", "ignored")),
+        *((name, ctypes.c_float) for name in ("smoothing", "z_loss")),
+    )
+
+
+def launch_compiled(
+    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, stats: Tensor,
+    losses: Tensor | None, shares: Tensor | None, grad_output: Tensor | None, denominator: Tensor | None, scale: float,
+    gradient: Tensor | None,
+) -> None:  # fmt: skip
+    """Run ``cross_entropy_kernels.launch`` for labels without class weights, with torch's number of threads.
+
+    Raises:
+        IndexError: a label outside of [0, C), as torch on a CPU.
+        CompilerError: nothing can be compiled here.
+    """
+    rows, columns = logits.shape
+    # The loop reads at labels without a check.
+    check_bounds(target, columns, ignore_index)
+    labels = target.contiguous()
+    of = _Logits(
+        logits.data_ptr(), labels.data_ptr(), rows, columns, logits.stride(0), ignore_index, label_smoothing, z_loss
+    )
+    library, threads, low = compiled("cpu/cross_entropy.cpp"), torch.get_num_threads(), logits.dtype is torch.bfloat16
+    if losses is not None:
+        library.fxprec_cross_entropy_forward(
+            ctypes.byref(of), low, pointer(stats), pointer(losses), pointer(shares), threads
+        )
+    if gradient is not None:
+        factor = factors(stats, scale, grad_output, denominator)
+        library.fxprec_cross_entropy_backward(
+            ctypes.byref(of), low, pointer(stats), pointer(factor), pointer(gradient),
+            ctypes.c_int64(gradient.stride(0)), threads,
+        )  # fmt: skip

@@ -25,7 +25,7 @@ from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 from fxprec.kernels.launch.operands import FLOATS
 from fxprec.kernels.nn import cross_entropy_reference
 from fxprec.kernels.nn.aligned_linear import padded, pitch_of
-from fxprec.kernels.nn.cross_entropy_arguments import check_linear_arguments
+from fxprec.kernels.nn.cross_entropy import check_linear_arguments
 from fxprec.kernels.nn.cross_entropy_kernels import launch
 from fxprec.kernels.nn.scaled_gradient import scaled_gradient, wants_gradients_now
 

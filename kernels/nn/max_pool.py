@@ -8,11 +8,15 @@
 torch saves x, eight bytes a result (an int64), and adds gradients up in a tensor that it fills with zeros before; of a
 U-Net's 28 ms on an H200 (32 x 256 x 256, bfloat16, torch 2.11, 2026-11-26) its poolings took 2.1; the bytes here take
 0.35. The backward asks each element which of its windows chose it: no atomics, so the same gradients each time.
-On a CPU torch's op runs, or a compiled loop (``compiled_max_pool``).
+
+On a CPU torch's op runs, or a compiled loop, ``cpu/max_pool.cpp``, for the same reason: torch's kernel writes eight
+bytes a result, and its backward fills a gradient with zeros and adds to it. The first call compiles (``cpu/cpp``), once
+a machine.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -20,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxprec.kernels.cpu.cpp import compiled, pointer
 from fxprec.kernels.launch.kernel_op import KernelOp
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, TRANSFORM, watcher
 from fxprec.kernels.launch.operands import check_operands
 from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_device, tl
-from fxprec.kernels.nn import compiled_max_pool
 
 #: Elements of a tile, 8 a thread: 16 bytes of low ones.
 _TILE: Final = 1024
@@ -215,7 +219,7 @@ def _forward(x: Tensor, window: list[int], saved: bool = True, compiled: bool = 
     x = x.resolve_neg()
     if compiled and x.numel():
         x = x.contiguous(memory_format=torch.channels_last)
-        compiled_max_pool.forward(x, y, where if saved else None, window)
+        _forward_loop(x, y, where if saved else None, window)
         return y, where
     if _served(x):
         x = x.contiguous(memory_format=torch.channels_last)
@@ -241,7 +245,7 @@ def _backward_launch(
     dy = dy.resolve_neg()
     if compiled:
         dy = dy.contiguous(memory_format=torch.channels_last)
-        compiled_max_pool.backward(dy, where, dx, window)
+        _backward_loop(dy, where, dx, window)
         return dx
     if _served(dx):
         dy = dy.contiguous(memory_format=torch.channels_last)
@@ -278,3 +282,33 @@ def _backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, None,
 
 _POOL_BACKWARD = KernelOp("max_pool2d_backward", _backward_launch, _fake_backward)
 _POOL = KernelOp("max_pool2d", _forward, _results, backward=_backward, setup_context=_save)
+
+
+def _forward_loop(x: Tensor, y: Tensor, where: Tensor | None, window: Sequence[int]) -> None:
+    """Write the maxima and, if ``where`` is given, their places in the windows.
+
+    Args:
+        x: bfloat16 or float32 [N, C, H, W], channels_last, on a CPU; y: its result, the same.
+        where: int8 of y's shape and layout.
+        window: KH, KW, SH, SW, PH, PW.
+
+    Raises:
+        CompilerError: nothing can be compiled here.
+    """
+    compiled("cpu/max_pool.cpp").fxprec_max_pool_forward(
+        _pool(x, y, window), x.dtype is torch.bfloat16, pointer(x), pointer(y), pointer(where),
+        torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _backward_loop(dy: Tensor, where: Tensor, dx: Tensor, window: Sequence[int]) -> None:
+    """Write the gradient of x; layouts as in ``_forward_loop``."""
+    compiled("cpu/max_pool.cpp").fxprec_max_pool_backward(
+        _pool(dx, dy, window), dx.dtype is torch.bfloat16, pointer(dy), pointer(where), pointer(dx),
+        torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _pool(x: Tensor, y: Tensor, window: Sequence[int]) -> Any:
+    """Return the sizes as the struct of the C++ source, whose members are all int64."""
+    return (ctypes.c_int64 * 12)(*x.shape, *y.shape[2:], *window)

@@ -9,11 +9,14 @@ others pass through. The backward is the transposed rotation (c, -s) of the grad
 are all that is saved, and any number of derivatives launches kernels.
 
 A program loads cos and sin of some positions once and goes over heads with them. Bytes an element of a low x: 4,
-forward and backward (eager, rotate-half of low cos and sin: 20 forward). On a CPU a compiled loop does the same.
+forward and backward (eager, rotate-half of low cos and sin: 20 forward). On a CPU a compiled loop does the
+same, ``cpu/rope.cpp``; the first call compiles (``cpu/cpp``).
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
@@ -21,12 +24,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fxprec.kernels.cpu.cpp import compiled
 from fxprec.kernels.launch.bound import Bound
 from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.kernel_op import KernelOp
 from fxprec.kernels.launch.operands import check_operands
 from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
-from fxprec.kernels.nn.compiled_rope import compiled_for, launch_compiled
 
 #: Pairs of a tile, 8 a thread.
 _TILE: Final = 1024
@@ -405,3 +408,75 @@ def _qk_backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor
 
 _ROPE = KernelOp("rope", _forward, _fake, backward=_backward, setup_context=_setup)
 _ROPE_QK = KernelOp("rope_qk", _qk_forward, _qk_fake, backward=_qk_backward, setup_context=_setup)
+
+
+_SIZES: Final = (
+    "batch heads positions dim half x_batch x_head x_position out_batch out_head out_position "
+    "cos_batch cos_position sin_batch sin_position wide neighbours inverse"
+).split()
+
+
+class _Rope(ctypes.Structure):
+    """Struct ``Rope`` of the C++ source."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in _SIZES)
+
+
+def launch_compiled(
+    x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, tables: Sequence[int], rotary: int, interleaved: bool,
+    inverse: bool,
+) -> None:  # fmt: skip
+    """Write the rotation of x to out.
+
+    Args: see ``compiled_for``.
+
+    Raises:
+        CompilerError: nothing can be compiled here.
+    """
+    compiled_for(x, out, cos, tables, rotary, interleaved, inverse)(x, out, cos, sin)
+
+
+def compiled_for(
+    x: Tensor, out: Tensor, cos: Tensor, tables: Sequence[int], rotary: int, interleaved: bool, inverse: bool
+) -> Run:
+    """Return the rotation as a function of (x, out, cos, sin) with the shapes and strides of these.
+
+    It runs torch's number of threads.
+
+    Args:
+        x, out: bfloat16 or float32 [B, H, T, D] on a CPU, adjacent columns.
+        cos: bfloat16 or float32 [..., T, columns], columns next to each other.
+        tables: strides of cos's batch and positions and of sin's.
+        rotary: columns that turn.
+
+    Raises:
+        CompilerError: nothing can be compiled here.
+    """
+    of = _Rope(
+        *x.shape,
+        rotary // 2,
+        *x.stride()[:3],
+        *out.stride()[:3],
+        *tables,
+        cos.shape[-1] == rotary,
+        interleaved,
+        inverse,
+    )
+    low, low_tables = (int(each.dtype is torch.bfloat16) for each in (x, cos))
+    function = _function()
+    sizes = ctypes.pointer(of)
+
+    def run(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
+        function(
+            sizes, low, low_tables, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    return run
+
+
+@functools.cache
+def _function() -> Any:
+    function = compiled("cpu/rope.cpp").fxprec_rope
+    function.argtypes = (ctypes.POINTER(_Rope), ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.c_int)
+    return function
