@@ -35,7 +35,7 @@ class Context:
         regions: fused regions that run as kernels ("triton", on a CPU "loops"), or whose ops run one by one ("aten");
             "": none.
         region_choices: (pattern of region names, whether to fuse them); the last match wins, without one: yes.
-        by_size: a region of few elements that no pattern names is left to torch's ops (``fusion/worth.py``).
+        by_size: a region of few elements that no pattern names is left to torch's ops (``fusion/regions.py``).
         costs: of the device: LOW ops stay FP32 where lowering them loses time. None: all are lowered.
         gradients: whether a backward pass is to be counted.
         attention: another way than torch's kernel for low attention, and from how many FLOP on it is faster: a forward

@@ -15,7 +15,7 @@ After::
     %linear_1: bfloat16 = linear(%fused_add_gelu, %w1, None)
 
 The kernel loads what it reads in its dtype, computes in FP32 and rounds once, so casts within it cost nothing. On a CPU
-it is a compiled loop, where that gains (``worth``). A region with several outputs gives a tuple. Dropouts take their
+it is a compiled loop, where that gains (``regions``). A region with several outputs gives a tuple. Dropouts take their
 seeds from one tensor, drawn once a call of the graph. What stays outside of regions keeps its native kernels
 (``wide_sums``).
 """
@@ -39,10 +39,9 @@ from fxprec.kernels.rows.run.region import FusedRegion, RegionKernels
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.dtypes.promotion import is_zero_dim
 from fxprec.passes.fusion.effects import order_of_effects, sort
-from fxprec.passes.fusion.regions import Region, find_regions, saves
+from fxprec.passes.fusion.regions import Region, elements_of, find_regions, gains, has_few_ops, saves, suits_loops
 from fxprec.passes.fusion.row_operations import drops, is_row_operation
 from fxprec.passes.fusion.split_bias import SplitBias, put_back, split_biases
-from fxprec.passes.fusion.worth import elements_of, gains, has_few_ops, suits_loops
 from fxprec.passes.graph.annotations import Op, Precision, Rule, graph_notes, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.exact_graph import LazyGraphModule

@@ -16,7 +16,7 @@ from fxprec.capture.capturing import CaptureDeclined
 from fxprec.capture.symbolic.trace import StaticCapture, trace_static
 from fxprec.model.captured import Captured
 from fxprec.passes.fuse import largest_left, wants_sizes
-from fxprec.passes.fusion.worth import grows_to
+from fxprec.passes.fusion.regions import grows_to
 from fxprec.passes.graph.annotations import notes
 from fxprec.programs.memory import SharedMemory, constants_of, mark_shared
 from fxprec.programs.shapes import propagate_shapes
@@ -58,7 +58,7 @@ class StaticEntry:
     kinds that it was rewritten for; None: FP32 floats were assumed. ``floats``: of each input whether it matters that
     it is none that counts. ``memory``: how the inputs and the weights in
     ``watched`` share memory; None: the graph writes to none of them. ``most``: where regions were left out because they
-    are small, elements of each input up to which they are (``worth``). ``wants_sizes``: regions would have been
+    are small, elements of each input up to which they are (``regions``). ``wants_sizes``: regions would have been
     left out if sizes had been known. ``layouts``: of the inputs, where one is sparse. ``single``: place in ``plain`` of
     each tensor of one element -> its dimensions: one of none takes part in promotion otherwise than one of some.
     """

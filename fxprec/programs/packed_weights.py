@@ -34,8 +34,7 @@ from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.kernels.torch_internals import version_of
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import graph_notes, notes
-from fxprec.passes.pack import pack
-from fxprec.passes.packing.products import Packing
+from fxprec.passes.pack import Packing, pack
 from fxprec.passes.runner import run_passes
 from fxprec.programs.program import Program, lift, without_autocast
 from fxprec.settings import Settings

@@ -39,13 +39,13 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import Op, notes
+from fxprec.passes.graph.patterns import Pattern, WholeGraph, rewrite_matches
 from fxprec.passes.graph.subgraphs import attribute_of
-from fxprec.passes.ops.aliases import alias_roots, written_roots
 from fxprec.passes.ops.names import cast_target
 from fxprec.passes.ops.table import facts_at
 
@@ -60,23 +60,17 @@ INSTEAD: Final = "in place of binary_cross_entropy of a sigmoid"
 @bodies_first
 def take_logits(gm: GraphModule, context: Context) -> PassResult:
     """Replace binary cross entropies of sigmoids, but at O0, which changes nothing."""
-    graph = gm.graph
-    losses = [node for node in graph.nodes if notes(node).op.name == "binary_cross_entropy"]
-    losses = [
-        node for node in losses if node.target in (F.binary_cross_entropy, torch.ops.aten.binary_cross_entropy.default)
-    ]
-    found = [(loss, chain) for loss in losses if (chain := _to_sigmoid(loss)) is not None]
-    if not found or context.policy.level == "O0":
-        return PassResult(gm, False)
-    roots = alias_roots(graph)
-    written = written_roots(graph, roots)
-    changed = False
-    for loss, chain in found:
-        if any(roots[node] in written for node in (*chain, chain[0].args[0])):  # type: ignore[index]
-            continue
-        _rewrite(graph, loss, chain)
-        changed = True
-    return PassResult(gm, changed)
+    return rewrite_matches(gm, context, _PATTERNS if context.policy.level != "O0" else ())
+
+
+def _loss_of_sigmoid(loss: Node, around: WholeGraph) -> list[Node] | None:
+    """Match a loss of a sigmoid whose memory nobody writes to; return the sigmoid and the views behind it."""
+    if loss.target not in (F.binary_cross_entropy, torch.ops.aten.binary_cross_entropy.default):
+        return None
+    chain = _to_sigmoid(loss)
+    if chain is None or any(map(around.is_written, (*chain, chain[0].args[0]))):
+        return None
+    return chain
 
 
 def _to_sigmoid(loss: Node) -> list[Node] | None:
@@ -97,8 +91,8 @@ def _to_sigmoid(loss: Node) -> list[Node] | None:
     return None
 
 
-def _rewrite(graph: Graph, loss: Node, chain: list[Node]) -> None:
-    sigmoid, *views = chain
+def _call_with_logits(loss: Node, chain: list[Node]) -> None:
+    graph, (sigmoid, *views) = loss.graph, chain
     logits = sigmoid.args[0]
     assert isinstance(logits, Node)
     with graph.inserting_before(loss):
@@ -128,6 +122,8 @@ def _rewrite(graph: Graph, loss: Node, chain: list[Node]) -> None:
 def _instead(logits: Node, _: Node) -> Node:
     return logits
 
+
+_PATTERNS: Final = (Pattern(("binary_cross_entropy",), _loss_of_sigmoid, _call_with_logits),)
 
 _NAMES: Final = ("input", "linear_weight", "target")
 _OF_LOSS: Final = ("weight", "reduction", "ignore_index", "label_smoothing")
@@ -159,7 +155,7 @@ def split_head_loss(gm: GraphModule, node: Node) -> bool:
 
 
 def _call(before: Node, name: str, function: Callable[..., Any], *args: Any) -> Node:
-    """A call that is part of what ``before`` did, with its shape where those of its arguments are known."""
+    """Make a call that is part of what ``before`` did, with its shape where those of its arguments are known."""
     made = before.graph.call_function(function, args)
     made.meta = {key: value for key, value in before.meta.items() if key != "val"} | {"op": Op(name)}
     sources = made.all_input_nodes

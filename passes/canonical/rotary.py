@@ -1,4 +1,4 @@
-"""Recognize rotary position embeddings as the one operation that they are: a kernel of their own serves it.
+"""Recognizes rotary position embeddings as the one operation that they are: a kernel of their own serves it.
 
 Before, as Llama and its kin write it::
 
@@ -21,9 +21,9 @@ are copied, turned and copied again. The kernel reads and writes them in their o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,54 +32,60 @@ from torch.fx import GraphModule, Node
 from fxprec.kernels.calls.rope import NEIGHBOURS, rope
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import Op, argument, notes
+from fxprec.passes.graph.patterns import Pattern, WholeGraph, rewrite_matches
 from fxprec.passes.graph.subgraphs import attribute_of
-from fxprec.passes.ops.aliases import alias_roots, written_roots
-
-_HALVES: Final = ("first", "second")
 
 
 @bodies_first
 def recognize_rotary(gm: GraphModule, context: Context) -> PassResult:
-    """Replace rotary embeddings of a canonical graph by calls of ``rope``, where regions run as kernels.
+    """Replace rotary embeddings of a canonical graph by calls of ``rope``, where regions run as kernels."""
+    return rewrite_matches(gm, context, _PATTERNS if context.regions in ("triton", "loops") else ())
+
+
+class _Rotary(NamedTuple):
+    """Rotary embedding: x, its tables and its ``half``, as ``rope`` takes them."""
+
+    x: Node
+    cos: Node
+    sin: Node
+    half: int | str | None
+
+
+def _rotary(node: Node, around: WholeGraph) -> tuple[Any, ...] | None:
+    """Match the sum of an embedding; return the arguments of ``rope``.
 
     Those stay whose tensors are written to, which might be between product and sum; and whose result is another dtype
     than x's was, as of float64 tables; where regions are loops also those with learned tables, which no loop serves.
     """
-    graph, compiled = gm.graph, context.regions == "loops"
-    found, roots, written = False, dict[Node, Node](), set[Node]()
-    for node in [*graph.nodes] if context.regions in ("triton", "loops") else ():
-        if _is(node, "add") and len(node.args) == 2 and not node.kwargs:
-            matched = _match(*node.args) or _match(*reversed(node.args))
-            if matched is not None and not roots:
-                roots = alias_roots(graph)
-                written = written_roots(graph, roots)
-            if matched is not None and _may_be_one(node, matched[:3], roots, written, compiled):
-                products = node.all_input_nodes
-                node.op, node.target = "call_function", rope
-                node.args = (*matched, True) if compiled else matched
-                notes(node).op = Op("rope")
-                for product in products:
-                    _erase(product)
-                found = True
-    return PassResult(gm, found)
-
-
-def _may_be_one(
-    node: Node, tensors: Sequence[Node], roots: Mapping[Node, Node], written: set[Node], compiled: bool
-) -> bool:
-    x, *tables = tensors
-    if any(roots.get(each) in written for each in tensors):
-        return False
-    before, after = x.meta.get("val"), node.meta.get("val")
+    if not _is(node, "add") or len(node.args) != 2 or node.kwargs:
+        return None
+    found = _match(*node.args) or _match(*reversed(node.args))
+    if found is None or any(map(around.is_written, found[:3])):
+        return None
+    before, after = found.x.meta.get("val"), node.meta.get("val")
     if isinstance(before, Tensor) and isinstance(after, Tensor) and before.dtype != after.dtype:
-        return False
-    known = [value for table in tables if isinstance(value := _value(roots.get(table, table)), Tensor)]
-    if any(value.dtype is torch.float64 for value in known):
-        return False
-    return not (compiled and any(value.requires_grad for value in known))
+        return None
+    values = [_value(around.roots.get(table, table)) for table in (found.cos, found.sin)]
+    known = [value for value in values if isinstance(value, Tensor)]
+    looped = around.context.regions == "loops"
+    if any(value.dtype is torch.float64 or (looped and value.requires_grad) for value in known):
+        return None
+    return (*found, True) if looped else found
+
+
+def _call_rope(node: Node, arguments: tuple[Any, ...]) -> None:
+    products = node.all_input_nodes
+    node.op, node.target, node.args = "call_function", rope, arguments
+    notes(node).op = Op("rope")
+    for product in products:
+        _erase(product)
+
+
+_PATTERNS: Final = (Pattern(("add",), _rotary, _call_rope),)
 
 
 def _value(node: Node) -> Any:
+    """Return the tensor of a table where it is known: a buffer or parameter, or a fake one."""
     return attribute_of(node) if node.op == "get_attr" else node.meta.get("val")
 
 
@@ -92,8 +98,8 @@ def _erase(node: Node) -> None:
             _erase(source)
 
 
-def _match(plain: Any, turned: Any) -> tuple[Node, Node, Node, int | str | None] | None:
-    """(x, cos, sin, half) of the two products."""
+def _match(plain: Any, turned: Any) -> _Rotary | None:
+    """Match the two products of an embedding: of x, and of x turned by a quarter."""
     if not (_product(plain) and _product(turned)):
         return None
     for rotated, sin in (turned.args, reversed(turned.args)):
@@ -102,12 +108,12 @@ def _match(plain: Any, turned: Any) -> tuple[Node, Node, Node, int | str | None]
             continue
         for x, cos in (plain.args, reversed(plain.args)):
             if x is source[0] and isinstance(cos, Node):
-                return x, cos, sin, source[1]
+                return _Rotary(x, cos, sin, source[1])
     return None
 
 
 def _rotated(node: Any) -> tuple[Node, int | str | None] | None:
-    """(x, half) of an x whose pairs are turned by a quarter; see ``rope``."""
+    """Return x and its ``half`` where the pairs of x are turned by a quarter; see ``rope``."""
     if _is(node, "flatten") and argument(node, 1, "start_dim", 0) == -2 and argument(node, 2, "end_dim", -1) == -1:
         parts, neighbours = _parts(node.args[0], "stack"), True
     else:
@@ -123,7 +129,7 @@ def _rotated(node: Any) -> tuple[Node, int | str | None] | None:
 
 
 def _parts(node: Any, joined: str) -> Sequence[Any] | None:
-    """The two tensors that ``cat`` or ``stack`` join along the last dim."""
+    """Return the two tensors that ``cat`` or ``stack`` join along the last dim."""
     if not _is(node, joined) or not isinstance(node.args[0], tuple | list) or len(node.args[0]) != 2:
         return None
     return node.args[0] if argument(node, 1, "dim", 0) == -1 else None
@@ -131,8 +137,10 @@ def _parts(node: Any, joined: str) -> Sequence[Any] | None:
 
 @dataclass(frozen=True)
 class _Half:
-    """Half of x's columns: the first or second, of which the first has so many (None: what ``chunk`` takes), or every
-    other, "even" or "odd"."""
+    """Half of x's columns: "first" or "second", or every other, "even" or "odd".
+
+    ``columns``: how many the first has; None: what ``chunk`` takes.
+    """
 
     x: Node
     which: str
@@ -146,12 +154,12 @@ def _half(node: Any) -> _Half | None:
     source, index = node.args
     if index in (0, 1) and _is(source, "chunk"):
         fits = argument(source, 1, "chunks") == 2 and argument(source, 2, "dim", 0) == -1
-        return _Half(source.args[0], _HALVES[index]) if fits else None
+        return _Half(source.args[0], ("first", "second")[index]) if fits else None
     if index in (0, 1) and _is(source, "split"):
         sizes = argument(source, 1, "split_size_or_sections", source.kwargs.get("split_size"))
         fits = isinstance(sizes, tuple | list) and len(sizes) == 2 and argument(source, 2, "dim", 0) == -1
         fits = fits and isinstance(sizes[0], int) and sizes[0] == sizes[1]
-        return _Half(source.args[0], _HALVES[index], sizes[0]) if fits else None
+        return _Half(source.args[0], ("first", "second")[index], sizes[0]) if fits else None
     if not (isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice)):
         return None
     start, stop, step = index[1].start, index[1].stop, index[1].step

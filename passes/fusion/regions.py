@@ -14,6 +14,13 @@ one result of a kernel to another, and a user may ask for the gradient of what w
     %low = cast(%norm, bfloat16)      level 1  |
     %linear_1 = linear(%low)          level 2
     %add_1 = add(%add, %linear_1)     level 3     the next region, which reads %add
+
+Whether a region is worth a kernel goes by its sizes on a GPU, where one of few elements is left to torch
+(``kernels/calls/sizes.py`` says why), and by its ops on a CPU. Compiled loops take row operations that torch runs in
+several kernels; a call, whose sizes are known, prices its region and decides (``kernels/rows/run/gains.py``). What
+follows a convolution or a batch norm, or a sum of it, is not taken: at ``freeze`` oneDNN takes sums and activations
+into its convolutions, and in training norms stand between. A dropout is not taken either, since its random numbers are
+torch's.
 """
 
 from __future__ import annotations
@@ -21,11 +28,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from math import isqrt, prod
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch.fx import Graph, Node
 
+from fxprec.kernels.calls import sizes
+from fxprec.kernels.rows.program.prices import LoopPrices, count_aten_kernels, is_faster_by_torch, may_gain_alone
 from fxprec.passes.fusion.effects import memory_of, segments
 from fxprec.passes.fusion.row_operations import drops, is_row_operation, reduced_dimensions
 from fxprec.passes.graph.annotations import arg_nodes, notes
@@ -35,6 +45,8 @@ from fxprec.passes.ops.table import facts_of
 _MOST: Final = 64
 #: Ops in a region's name.
 _NAMED: Final = 5
+#: Ops from which one kernel is less work for the host, too: forward and backward together, as many calls of torch.
+_FEWEST_OPS: Final = 5
 
 
 #: Sizes; of a graph that serves several of them in the words of the symbol that stands for one.
@@ -234,8 +246,11 @@ def saves(region: Region) -> bool:
 
 
 def _stored(node: Node, region: Region) -> bool:
-    """An output is no view of what others made and spans all the rows: with the region's shape, or what a reduction
-    leaves of it."""
+    """Return whether a kernel may store the node as an output.
+
+    It is no view of what others made, and spans all the rows: it has the region's shape, or what a reduction leaves of
+    it.
+    """
     if _gives_its_input(node) and node.args[0] not in region.nodes:
         return False
     shape = _sizes(node.meta.get("val"))
@@ -249,3 +264,44 @@ def _gives_its_input(node: Node) -> bool:
     """Return whether the result may be the argument itself: ``contiguous``, or a dropout that drops nothing."""
     op = notes(node).op
     return facts_of(op.name).view and op.name != "to" and not drops(node)
+
+
+def has_few_ops(region: Region) -> bool:
+    """Return whether a kernel is more work for the host than torch's ops. A bias is none: its product adds it."""
+    return sum(notes(node).op.name != "to" and not notes(node).state("bias_of") for node in region.nodes) < _FEWEST_OPS
+
+
+def elements_of(region: Region) -> int | None:
+    """Return the elements of a region's values, broadcast; None where its sizes are not known, or vary."""
+    sizes = [size for size in region.shape or () if isinstance(size, int)]
+    return None if region.shape is None or len(sizes) < len(region.shape) else prod(sizes)
+
+
+def grows_to(given: int, largest: int) -> int:
+    """Return the elements of an input, of which there were ``given``, up to which no region reaches ``sizes.FEWEST``.
+
+    Args:
+        largest: elements of the largest region, fewer than those. It may grow as the square of an input, as scores of
+            a sequence do.
+    """
+    return given * isqrt(sizes.FEWEST // max(1, largest))
+
+
+def suits_loops(node: Node, prices: LoopPrices | None) -> bool:
+    """Return whether a loop may hold the node. ``prices`` tell where torch's kernel takes less time; None: nowhere."""
+    if not is_row_operation(node) or drops(node) or (prices is not None and is_faster_by_torch(node, prices)):
+        return False
+    sources = [*node.all_input_nodes]
+    sources += [each for source in sources if notes(source).op.name == "add" for each in source.all_input_nodes]
+    return not any(map(_makes_images, sources))
+
+
+def _makes_images(node: Node) -> bool:
+    name = notes(node).op.name
+    return name == "batch_norm" or facts_of(name).cost in ("convolution", "transposed convolution")
+
+
+def gains(region: Region) -> bool:
+    """Return whether torch runs more than one kernel for a region, or one that is slow, be it for one node."""
+    worth = count_aten_kernels(region.nodes) > 1 or any(map(may_gain_alone, region.nodes))
+    return worth and bool(region.outputs) and (saves(region) or len(region.nodes) == 1)

@@ -45,9 +45,12 @@ class WholeGraph:
     def _written(self) -> set[Node]:
         return written_roots(self.graph, self.roots)
 
-    def is_written(self, node: Node | None) -> bool:
-        """Return whether the graph writes in place to the memory of a node; False for nodes made since."""
-        return node is not None and self.roots.get(node) in self._written
+    def is_written(self, node: Any) -> bool:
+        """Return whether the graph writes in place to the memory of a node.
+
+        False for a node that was made since, and for an argument that is none.
+        """
+        return self.roots.get(node) in self._written
 
     @cached_property
     def returned(self) -> set[Node]:

@@ -13,8 +13,7 @@ from fxprec.passes import pack as module
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import graph_notes, notes
 from fxprec.passes.graph.text import format_graph
-from fxprec.passes.pack import pack
-from fxprec.passes.packing.products import Packing
+from fxprec.passes.pack import Packing, pack
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.torch_internals import set_grad_enabled
 from tests.tools.graph_text import graph_of
