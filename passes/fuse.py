@@ -1,4 +1,4 @@
-"""Make one node of every run of row operations between matmuls: a ``FusedRegion``, which is one kernel.
+"""Makes one node of every run of row operations between matmuls: a ``FusedRegion``, which is one kernel.
 
 Before::
 
@@ -63,27 +63,31 @@ def fuse(gm: GraphModule, context: Context) -> PassResult:
     graph, triton, loops = gm.graph, context.regions == "triton", context.regions == "loops"
     if not context.regions:
         return PassResult(gm, False)
-    # a region computes what is returned with a gradient from what is returned, or not at all
+    # A region computes what is returned with a gradient from what is returned, or not at all.
     returned = returned_with_gradient(graph, context.gradients) if triton or loops else ()
     splits = split_biases(graph) if triton else []
     order = order_of_effects(graph)
     suits = functools.partial(suits_loops, prices=context.loops)
     takes, judge = (suits, gains) if loops else (is_row_operation, None)
     found = find_regions(graph, order, takes, judge, returned)
+    # Names come first, since the user's choice is by name; then biases that joined no region go back.
     names = _names(gm, found)
     chosen, declined = _chosen(gm, names, context)
     chosen = _settle(graph, splits, found, chosen)
     graph_notes(gm).region_names = [*names.values()]
     if not chosen:
         return PassResult(gm, bool(splits), tuple(declined))
+    # A call stands where the last node of its region stood, which may be before what it must wait for: all nodes are
+    # sorted by what they read and by effects, and else stay where they were.
     position = {node: number for number, node in enumerate(graph.nodes)}
     order = order_of_effects(graph)
     seeds = _Seeds(context.regions or "aten")
     for region in chosen:
         node = _replace(gm, region, names[region], seeds, context.loops)
         position[node] = position[region.nodes[-1]]
+    # Items of a region's tuple are new, and stand with their region.
     for node in graph.nodes:
-        if node not in position:  # an item of a region's tuple
+        if node not in position:
             position[node] = position[node.args[0]]
     sort(graph, order, position)
     seeds.draw(graph)
@@ -96,7 +100,7 @@ def region_names(gm: GraphModule) -> list[str]:
 
 
 def largest_left(gm: GraphModule) -> int | None:
-    """Elements of the largest region that is left to torch's ops because it has few; None: there is none."""
+    """Return the elements of the largest region that is left to torch for having few; None: there is none."""
     known = (graph_notes(graph).largest_left for graph in every_graph(gm))
     return max((each for each in known if each is not None), default=None)
 
@@ -107,7 +111,7 @@ def wants_sizes(gm: GraphModule) -> bool:
 
 
 def _chosen(gm: GraphModule, names: Mapping[Region, str], context: Context) -> tuple[list[Region], list[str]]:
-    """The regions that are to be fused, and why others are not."""
+    """Return the regions that are to be fused, and why others are not."""
     chosen: list[Region] = []
     declined: list[str] = []
     left: list[int] = []
@@ -131,7 +135,7 @@ def _chosen(gm: GraphModule, names: Mapping[Region, str], context: Context) -> t
 
 
 def _settle(graph: Graph, splits: list[SplitBias], found: list[Region], chosen: list[Region]) -> list[Region]:
-    """Put back the biases that joined no region; the regions that are left."""
+    """Put back the biases that joined no region, and return the regions that are left."""
     home = {node: region for region in chosen for node in region.nodes}
     gone: set[Node] = set()
     for split in splits:
@@ -218,9 +222,11 @@ def _item_meta(output: Node) -> dict[str, Any]:
 
 
 def _names(gm: GraphModule, regions: Sequence[Region]) -> dict[Region, str]:
+    """Name each region; the second of one name is the same with a number, as torch.fx names nodes."""
     taken: set[str] = {name for name, _ in gm.named_children()} | {node.name for node in gm.graph.nodes}
     names = {}
-    tried: Counter[str] = Counter()  # many regions of one name take one pass
+    # The last number of each name: many regions of one name take one pass.
+    tried: Counter[str] = Counter()
     for region in regions:
         name = base = region.name
         while name in taken or hasattr(gm, name):
@@ -232,7 +238,7 @@ def _names(gm: GraphModule, regions: Sequence[Region]) -> dict[Region, str]:
 
 
 class _Seeds:
-    """The seeds of a graph's dropouts: counted while regions are made, drawn before the first that takes some."""
+    """Seeds of a graph's dropouts: counted while regions are made, drawn before the first that takes some."""
 
     def __init__(self, kernels: RegionKernels) -> None:
         self.kernels: RegionKernels = kernels
@@ -240,16 +246,17 @@ class _Seeds:
         self.calls: set[Node] = set()
 
     def give(self, call: Node, draws: int) -> None:
-        """This region has so many dropouts."""
+        """Note that this region has so many dropouts."""
         if draws and self.kernels == "triton":
             self.calls.add(call)
             self.count += draws
 
     def draw(self, graph: Graph) -> None:
-        """Once the nodes are sorted: what tells the device comes before all that take seeds."""
+        """Draw the seeds once a call, before the first region that takes some; nodes are sorted by now."""
         first = next((node for node in graph.nodes if node in self.calls), None)
         if first is None:
             return
+        # Of the first region's inputs, one tells the device.
         like = next((each for each in first.args if _is_tensor(each)), first.args[0])
         with graph.inserting_before(first):
             seeds = graph.call_function(draw_seeds_like, (like, self.count))

@@ -93,7 +93,7 @@ class Packing:
         return (self.weight, *(name for name in self.norm or () if name is not None))
 
     def renamed(self, names: Mapping[str, str]) -> Packing:
-        """The same of other names."""
+        """Return the same recipe for placeholders of other names."""
         norm = None if self.norm is None else tuple(None if each is None else names[each] for each in self.norm)
         return replace(self, weight=names[self.weight], norm=norm)
 
@@ -245,7 +245,7 @@ def _asks_dimensions(user: Node) -> bool:
 
 
 class _Packer:
-    """The products of one graph: found, joined with what follows them, written."""
+    """Products of one graph: finds them, joins them with what follows, and writes their calls."""
 
     def __init__(self, graph: Graph, low: torch.dtype) -> None:
         self.products: list[Product] = []
@@ -256,7 +256,7 @@ class _Packer:
         self._taken: set[Node] = set()
 
     def find(self) -> None:
-        """The products that can run on packed weights."""
+        """Find the products that can run on packed weights."""
         for node in self._graph.nodes:
             found = product_of(node, self._low)
             if isinstance(found, Product):
@@ -265,8 +265,10 @@ class _Packer:
             elif found:
                 self.declined.append(f"{node.name}: {found}")
         convolutions = {product.node for product in self.products if product.conv is not None}
+        # Packed convolutions give channels last, which a reader gets as a copy: a write to that would be lost.
         writer = writes_across(self._graph, taken_over(self._graph, convolutions, through_views=True))
-        if writer is not None:  # linears leave everything as it lies
+        # Linears leave everything as it lies.
+        if writer is not None:
             self.declined.append(f"{writer.name}: writes to what would be a copy with packed convolutions")
             self.products = [product for product in self.products if product.conv is None]
             self._taken -= convolutions
@@ -276,8 +278,9 @@ class _Packer:
         for product in self.products:
             if product.conv is not None and (norm := self._next(product)) is not None and fold(product, norm):
                 self._absorb(product, norm)
+            # Where torch's own loop serves, there is nothing to join.
             if product.is_small:
-                continue  # where torch's own loop serves, there is nothing to join
+                continue
             if (user := self._next(product)) is None or (epilogue := facts_at(user).epilogue) is None:
                 continue
             if (act := activation_of(user, epilogue)) is not None:
@@ -292,7 +295,7 @@ class _Packer:
                     self._absorb(product, after)
 
     def _next(self, product: Product) -> Node | None:
-        """The one op that reads its result, as its first argument or one of two, and gives that dtype."""
+        """Return the one op that reads its result, as its first argument or one of two, and gives that dtype."""
         node = product.node
         readers = [user for user in node.users if not _asks_dimensions(user)]
         if len(readers) != 1 or readers[0] in self._taken or actual_dtype(readers[0]) is not product.dtype:
@@ -316,7 +319,7 @@ class _Packer:
             return None
         if notes(user).op.in_place and user.args[0] is not own:
             return None
-        # It runs later than it did: nobody may write to what it reads in between.
+        # The product runs later than it did: nobody may write to what it reads in between.
         node, reads = product.node.next, self._roots[product.x]
         while node is not user:
             if any(self._roots.get(written) is reads for written in written_by(node)):
@@ -325,20 +328,21 @@ class _Packer:
         return other
 
     def _absorb(self, product: Product, node: Node) -> None:
-        """``node`` is part of the product's kernel."""
+        """Make ``node`` a part of the product's kernel."""
         product.joined.append(notes(node).op.name)
         node.replace_all_uses_with(product.node)
         self._graph.erase_node(node)
         self._now[node] = product.node
 
     def _move(self, product: Product, user: Node, other: Node) -> None:
-        """The product runs where its user did, and in its place."""
+        """Run the product where its user did, and in its place."""
         before = product.node
         product.joined.append(notes(user).op.name)
         product.node, product.other = user, other
         self._taken.add(user)
         user.args = (other,)
-        for asks in [*before.users]:  # an input has as many dimensions
+        # Who asked the product how many dimensions it has, asks its input, which has as many.
+        for asks in [*before.users]:
             asks.replace_input_with(before, self._as_it_is(product.x))
         self._graph.erase_node(before)
         self._now[before] = user
@@ -351,10 +355,11 @@ class _Packer:
     # -- rewriting ----------------------------------------------------------------------------------------------------
 
     def write(self) -> tuple[Packing, ...]:
-        """Make the calls; returns what makes the new placeholders, in their order."""
+        """Make the calls, and return what makes the new placeholders, in their order."""
         first = next(iter(self._graph.nodes))
         made: dict[Packing, tuple[Node, Node | None]] = {}
         for product in self.products:
+            # One weight that several products read is packed once for all that pack it alike.
             packing = product.packing
             if packing not in made:
                 with self._graph.inserting_before(first):
@@ -376,7 +381,7 @@ class _Packer:
         return weight, bias
 
     def _placeholder(self, name: str) -> Node:
-        """An argument of the program has its target's name, which two products of one weight must not share."""
+        """Make a placeholder with a target of its own: a program finds its arguments by these."""
         node = self._graph.placeholder(name)
         node.target = node.name
         return node
@@ -402,6 +407,7 @@ class _Packer:
 
     def _put_formats_back(self) -> None:
         """Copy what convolutions leave in channels_last for readers to whom the order matters."""
+        # Value -> the input and the weight of the convolution whose layout it has: they tell torch's own layout.
         origins: dict[Node, tuple[Node, ...]] = {}
         weights = {product.node: product.weight for product in self.products if product.conv is not None}
         restored: dict[Node, Node] = {}
@@ -423,9 +429,10 @@ class _Packer:
                 origins[node] = origins[sources[0]]
 
     def _write_over(self) -> None:
-        """Sums take the memory of what is added, where it is a convolution's that none but such calls read before."""
+        """Write sums over what is added, where it is a convolution's that none but such calls read before."""
         convolutions = (packed_conv, packed_conv_plus)
-        gone: set[Node] = set()  # have run, at a node
+        # What has run by the time that a node runs.
+        gone: set[Node] = set()
         for node in self._graph.nodes:
             gone.add(node)
             if node.target is packed_conv_plus:

@@ -1,4 +1,4 @@
-"""Resolve what the user's own ``with torch.autocast(...)`` means for the nodes within.
+"""Resolves what the user's own ``with torch.autocast(...)`` means for the nodes within.
 
 A region that disables autocast, or one in the low dtype that we lower to, is marked and its borders go: the policy
 decides there as elsewhere, but for what is disabled. The values of the second have the dtypes that autocast gave them
@@ -61,7 +61,8 @@ def _resolve(gm: GraphModule, context: Context, within: bool) -> bool:
             if not depth:
                 kept.append([])
             depth += enters - exits
-            if node.op != "output":  # a graph that breaks within a region may end there
+            # A graph that breaks within a region may end there.
+            if node.op != "output":
                 kept[-1].append(node)
         elif enters:
             open_regions.append(_mark_of(node, context, open_regions[-1] if open_regions else True))
@@ -150,16 +151,19 @@ def _mark(node: Node, region: bool | torch.dtype, as_written: bool = False) -> N
 def _make_body(gm: GraphModule, region: Sequence[Node]) -> GraphModule | None:
     """Move the nodes of a region, from its first border to its last, into a body; None where nothing is in it."""
     enter = region[0]
+    # The exit is a border only where it is this region's: a graph may end before it.
     borders = [enter, *(node for node in region[-1:] if node.target is exit_autocast and node.args[0] is enter)]
     inside = dict.fromkeys(node for node in region if node not in borders and node.op != "get_attr")
     body = None
     if inside:
+        # What the region reads becomes the body's inputs, what others read of it its results.
         read = dict.fromkeys(source for node in inside for source in node.all_input_nodes if source not in inside)
         given = [node for node in inside if any(user not in inside and user not in borders for user in node.users)]
         body = GraphModule(gm, _body_graph(inside, read, given), "AutocastBody")
         for node in body.graph.nodes:
             if node.op.startswith("call"):
                 _mark(node, _mark_within(enter), as_written=True)
+        # Bodies that it calls itself are its own attributes now, and no arguments.
         read = [node for node in read if body_of(node) is None]
         results = _call_body(gm, body, enter, next(reversed(inside)), read, given)
         for node, result in results.items():

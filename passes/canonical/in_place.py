@@ -1,4 +1,4 @@
-"""In-place ops with a dtype of their own, and ``out=``, as a call that makes a new tensor and a copy that converts.
+"""Writes in-place ops with a dtype of their own, and ``out=``, as a call that makes a new tensor and a converting copy.
 
 ::
 
@@ -49,7 +49,7 @@ def has_dtype_of_its_own(node: Node, op: Op, context: Context) -> bool:
 
 
 def write_by_copy(gm: GraphModule, node: Node, op: Op) -> None:
-    """``x.f_(...)`` -> ``x.copy_(f(x, ...))``: legal whatever aliases x, and copy_ converts."""
+    """Write ``x.copy_(f(x, ...))`` for ``x.f_(...)``: legal whatever aliases x, and copy_ converts."""
     twin = out_of_place(node)
     if twin is None:
         where = f" in {module_path(node)}" if module_path(node) else ""
@@ -59,6 +59,7 @@ def write_by_copy(gm: GraphModule, node: Node, op: Op) -> None:
         )
     target, args, kwargs = twin
     with gm.graph.inserting_before(node):
+        # Its backward reads the input, which copy_ overwrites: it gets a copy.
         if not facts_of(op.name).overwritable:
             args = (gm.graph.call_method("clone", args[:1]), *args[1:])
             args[0].meta = {**node.meta, "op": Op("clone")}
@@ -81,6 +82,7 @@ def out_by_copy(gm: GraphModule, node: Node, op: Op) -> None:
             written.append(gm.graph.call_function(write_out, (each, part)))
             part.meta = {**node.meta, "op": Op("getitem")}
             written[-1].meta = {**node.meta, "op": Op("copy", in_place=True)}
+    # Who took a result by its place or its name reads what was written there; others get a tuple.
     value.meta = {**node.meta, "op": Op(op.name)}
     for user in list(node.users):
         if user.target in (operator.getitem, getattr):
@@ -100,7 +102,7 @@ def _finish(node: Node, value: Node, written: Node, op: Op) -> None:
 
 
 def out_of_place(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-    """Target, args and kwargs of the call that makes a new tensor of what this one writes; None where there is none."""
+    """Return target, args and kwargs of the call that makes a new tensor of what this one writes, or None."""
     args, kwargs = node.args, {key: value for key, value in node.kwargs.items() if key != "inplace"}
     position = facts_at(node).inplace
     if node.op == "call_method":
@@ -108,15 +110,17 @@ def out_of_place(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | No
         name = "__" + name[3:] if name.startswith("__i") else name.rstrip("_")
         target: Any = name if hasattr(torch.Tensor, name) else None
     elif _is_flagged(node, position):
-        target, args = node.target, args[:position]  # the flag is the last one
+        # The flag is the last argument.
+        target, args = node.target, args[:position]
     else:
         target = _twin(node.target)
     return None if target is None else (target, args, kwargs)
 
 
 def _twin(target: Any) -> Callable[..., Any] | None:
-    """The out-of-place twin of an in-place function: torch.exp_ -> torch.exp; aten.exp_.default, operator.ipow."""
-    if isinstance(target, OpOverload):  # the packet: pow_.Scalar is pow.Tensor_Scalar, not pow.Scalar
+    """Return the out-of-place form of a function: ``torch.exp`` of ``torch.exp_``; None where there is none."""
+    if isinstance(target, OpOverload):
+        # The packet, which chooses by its arguments: pow_.Scalar is pow.Tensor_Scalar, not pow.Scalar.
         return getattr(getattr(torch.ops, target.namespace), target.overloadpacket.__name__.rstrip("_"), None)
     name = target.__name__
     if getattr(target, "__module__", None) == "_operator":

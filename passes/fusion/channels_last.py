@@ -1,4 +1,4 @@
-"""Convolutions on a CPU, and what runs between them, have their channels last in memory, where sizes say that it pays.
+"""Lays images between convolutions on a CPU out with their channels last in memory, where sizes say that it pays.
 
 Before::
 
@@ -39,9 +39,10 @@ from fxprec.passes.ops.table import facts_of
 
 @graph_call
 def channels_last(x: Any) -> Any:
-    """[N, C, H, W] with channels next to each other in memory, also where a size of 1 leaves the order open."""
+    """Return [N, C, H, W] with channels next to each other in memory, also where a size of 1 leaves the order open."""
     if x.dim() != 4 or min(x.shape[1:]) > 1:
         return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+    # torch takes such a tensor for contiguous in either order and returns it: oneDNN would go by the strides it has.
     _, channels, height, width = x.shape
     strides = (channels * height * width, 1, channels * width, channels)
     return x.new_empty_strided(x.shape, strides).copy_(x)
@@ -63,6 +64,7 @@ def _lay_out(graph: Graph, low: torch.dtype) -> tuple[bool, tuple[str, ...]]:
     wrong = next(filter(_has_wrong_gradient, convolutions), None)
     if wrong is not None:
         return False, (f"{wrong.name}: with channels last oneDNN's gradient of grouped, dilated filters is undefined",)
+    # Weights are brought into order at each call, images once: with larger weights nothing is gained.
     images, weights = 0, 0
     for node in convolutions:
         shapes = [_shape(argument(node, 0, "input")), _shape(argument(node, 1, "weight")), _shape(node)]
@@ -72,6 +74,7 @@ def _lay_out(graph: Graph, low: torch.dtype) -> tuple[bool, tuple[str, ...]]:
         images, weights = images + image + result, weights + weight
     if images <= weights:
         return False, (f"{convolutions[0].name}: channels last do not pay, weights are larger than images",)
+    # What runs between convolutions takes their layout over; copies stand at the borders only.
     inside = {node for node in taken_over(graph, {*convolutions}) if len(_shape(node) or ()) == 4}
     if (writer := writes_across(graph, inside)) is not None:
         return False, (f"{writer.name}: writes to what would be a copy with channels last",)
@@ -88,7 +91,7 @@ def _lay_out(graph: Graph, low: torch.dtype) -> tuple[bool, tuple[str, ...]]:
 
 
 def _images(node: Node) -> list[Node]:
-    """The operands whose layout counts: of a convolution not its weight."""
+    """Return the operands whose layout counts: of a convolution not its weight."""
     if facts_of(notes(node).op.name).cost in ("convolution", "transposed convolution"):
         return [first] if isinstance(first := argument(node, 0, "input"), Node) else []
     return [source for source in node.all_input_nodes if len(_shape(source) or ()) == 4]

@@ -24,7 +24,7 @@ from fxprec.passes.ops.table import rule_of
 
 
 def memory_of(graph: Graph) -> tuple[dict[Node, Node], set[Node]]:
-    """(node -> the first node of its memory, those first nodes whose memory is written to), as ``aliases`` has them.
+    """Return node -> the first node of its memory, and those first nodes whose memory is written to.
 
     Arguments may be views of each other: where one of them is written to, all count as one memory.
     """
@@ -38,7 +38,7 @@ def memory_of(graph: Graph) -> tuple[dict[Node, Node], set[Node]]:
 
 
 def segments(graph: Graph) -> dict[Node, int]:
-    """Node -> the number of its segment: the part of the graph between two calls of functions that are no known ops.
+    """Map each node to the number of its segment, a part of the graph between two calls of what is no known op.
 
     Such a call may write to any memory, or switch a mode (``torch._C._set_grad_enabled``, by which dynamo writes
     ``torch.no_grad``): nothing may be moved across.
@@ -51,11 +51,12 @@ def segments(graph: Graph) -> dict[Node, int]:
 
 
 def order_of_effects(graph: Graph) -> dict[Node, list[Node]]:
-    """Node -> the nodes that must stay before it though it does not read them.
+    """Map nodes to those that must stay before them though they do not read them.
 
     Row operations have none: their dropouts draw seeds of their own.
     """
     roots, written = memory_of(graph)
+    # What touches written memory, or has effects, waits for the last node before it that did: so all are in a chain.
     last: dict[Any, Node] = {}
     order: dict[Node, list[Node]] = {}
     for node in [*graph.nodes]:
@@ -71,7 +72,8 @@ def order_of_effects(graph: Graph) -> dict[Node, list[Node]]:
 
 def sort(graph: Graph, order: Mapping[Node, Sequence[Node]], position: Mapping[Node, int]) -> None:
     """Put each node after what it reads and what ``order`` names, else by position. ``order`` holds present nodes."""
-    import networkx as nx  # 0.15 s that only a conversion should pay
+    # Takes 0.15 s to import, which only a conversion should pay.
+    import networkx as nx
 
     waits = nx.DiGraph()
     waits.add_nodes_from(graph.nodes)
@@ -83,7 +85,8 @@ def sort(graph: Graph, order: Mapping[Node, Sequence[Node]], position: Mapping[N
             "fuse: nodes wait for each other: a region is not convex. "
             "This is a bug in fxprec: please report it, and convert with fuse=False meanwhile"
         ) from None
-    last = next(iter(graph.nodes)).prev  # before the first: the graph's own mark
+    # Before the first node stands the graph's own mark, where its list begins.
+    last = next(iter(graph.nodes)).prev
     for node in sorted_nodes:
         last.append(node)
         last = node

@@ -1,4 +1,4 @@
-"""In-place row operations on memory that nobody else sees, as ordinary ones: so they can join a region.
+"""Makes in-place row operations on memory that nobody else sees ordinary ones, so that they can join a region.
 
 Before, and after::
 
@@ -41,6 +41,7 @@ def make_functional(gm: GraphModule, context: Context) -> PassResult:
     position = {node: number for number, node in enumerate(graph.nodes)}
     segment = segments(graph)
     for writers in writes.values():
+        # All writes are to the memory that one node made, in one stretch of the graph that nothing unknown interrupts.
         last, root = writers[-1], _maker(writers[0])
         if any(_maker(node) is not root for node in writers) or segment[last] != segment[root]:
             continue
@@ -48,8 +49,10 @@ def make_functional(gm: GraphModule, context: Context) -> PassResult:
             continue
         members = [root, *writers]
         early = {user for node in members for user in node.users if position[user] < position[last]}
+        # A reader may keep a view of what it reads: it would see later writes.
         if not all(map(_fresh, early.difference(writers))):
-            continue  # a reader may keep a view of what it reads: it would see later writes
+            continue
+        # Each write becomes a value of its own, which whoever came behind the write reads from now on.
         current = root
         for node in writers:
             _rewrite(node, current)

@@ -71,7 +71,7 @@ class Region:
 
     @property
     def name(self) -> str:
-        """``fused_dropout_add_layer_norm``: its ops without casts, each once, the first of them."""
+        """Name like ``fused_dropout_add_layer_norm``: its ops without casts, each once, the first of them."""
         ops = ("bias" if notes(node).state("bias_of") else notes(node).op.name for node in self.nodes)
         names = dict.fromkeys(name for name in ops if name != "to")
         return "_".join(["fused", *[*names][:_NAMED], *(["more"] if len(names) > _NAMED else [])])
@@ -96,7 +96,7 @@ def find_regions(
     gains: Callable[[Region], bool] | None = None,
     returned: Collection[Node] = (),
 ) -> list[Region]:
-    """The regions of a graph that save memory traffic, in the order of their first nodes.
+    """Return the regions of a graph that save memory traffic, in the order of their first nodes.
 
     Args:
         order: node -> nodes that must stay before it though it does not read them (``effects.order_of_effects``).
@@ -106,6 +106,7 @@ def find_regions(
             since the results of one kernel are not on each other's path of gradients.
     """
     gains = gains or saves
+    # A row operation on memory that is written to has an order that no argument shows: it stays outside.
     roots, written = memory_of(graph)
     segment = segments(graph)
     level: dict[Node, int] = {}
@@ -113,6 +114,7 @@ def find_regions(
     for node in graph.nodes:
         sources = [*node.all_input_nodes, *order.get(node, ())]
         joins = takes(node) and not any(roots[each] in written for each in (node, *sources))
+        # The node's level is what its inputs allow; one that is in no region only ends those that it reads.
         own = Region([node], max(0, reduced_dimensions(node)), _shape(node), segment[node]) if joins else None
         level[node] = max(
             (level[source] + 1 if source in returned else _after(source, own, level, region) for source in sources),
@@ -120,6 +122,7 @@ def find_regions(
         )
         if own is None:
             continue
+        # Regions of its level that it reads become one with it.
         parts = dict.fromkeys(region[s] for s in sources if s in region and level[s] == level[node])
         joined = _merged([*parts, own])
         if joined is None:  # it could join either of two regions, not both
@@ -129,6 +132,7 @@ def find_regions(
         for part in parts:
             if part is not joined and joined is not own:
                 region.update(dict.fromkeys(part.nodes, joined))
+    # A node alone saves nothing, as a cast that another region reads: there it costs nothing.
     for node in reversed(graph.nodes):
         if node in region and len(region[node].nodes) == 1:
             _sink(node, region)
@@ -151,7 +155,7 @@ def _sink(node: Node, region: dict[Node, Region]) -> None:
 
 
 def _after(source: Node, own: Region | None, level: dict[Node, int], region: dict[Node, Region]) -> int:
-    """The level of a node that comes after ``source``, for all that this edge says."""
+    """Return the level of a node that comes after ``source``, for all that this edge says."""
     other = region.get(source)
     if own is None:
         return level[source] + (other is not None)
@@ -159,7 +163,7 @@ def _after(source: Node, own: Region | None, level: dict[Node, int], region: dic
 
 
 def _merged(parts: list[Region]) -> Region | None:
-    """All of them as one region, which is the largest of them; None where that cannot be."""
+    """Make one region of all, the largest of them, and return it; None where that cannot be."""
     reduced, shape, size = parts[0].reduced, parts[0].shape, len(parts[0].nodes)
     for each in parts[1:]:
         together = _together(Region([], reduced, shape, parts[0].segment), each)
@@ -176,7 +180,7 @@ def _merged(parts: list[Region]) -> Region | None:
 
 
 def _together(a: Region, b: Region) -> tuple[int, Shape | None] | None:
-    """(reduced, shape) of both as one region; None where that cannot be."""
+    """Return what both would reduce, and their shape, as one region; None where that cannot be."""
     if (
         len(a.nodes) + len(b.nodes) > _MOST
         or a.segment != b.segment
@@ -200,7 +204,7 @@ def _broadcast(a: Shape, b: Shape) -> Shape | None:
 
 
 def _shape(node: Node) -> Shape | None:
-    """The shape that the node computes in, where it is known: of a reduction that of its input."""
+    """Return the shape that the node computes in, where it is known: of a reduction that of its input."""
     value = node.meta.get("val")
     if reduced_dimensions(node):
         source = node.args[0]
@@ -215,7 +219,7 @@ def _sizes(value: Any) -> Shape | None:
 
 
 def _parts(region: Region) -> list[Region]:
-    """The region; or, where kernels cannot store all its outputs, what computes those on its own, and the rest of it.
+    """Return the region; or, where kernels cannot store all its outputs, what computes those, and the rest of it.
 
     Both are convex as well: nothing that the first needs is in the second.
     """

@@ -53,7 +53,7 @@ def split_biases(graph: Graph) -> list[SplitBias]:
 
 
 def _end_of_views(product: Node) -> Node:
-    """The last of the views that follow a matrix product, as long as each keeps its last dimension."""
+    """Return the last of the views that follow a matrix product, as long as each keeps its last dimension."""
     node = product
     while facts_at(product).bias == 0 and len(node.users) == 1:
         (user,) = node.users
@@ -66,17 +66,20 @@ def _end_of_views(product: Node) -> Node:
 
 def _split(graph: Graph, product: Node, end: Node, bias: Node, behind: int) -> SplitBias:
     low = notes(product).precision.output
+    # The sum reads the parameter itself: in the kernel it is FP32, and so is its gradient.
     parameter = bias.args[0] if bias.target in CASTS else bias
     assert isinstance(parameter, Node)
     with graph.inserting_after(end):
         added = graph.call_function(torch.add, (end, bias))
     with graph.inserting_before(added):
+        # A convolution's bias is one value a channel, with the dimensions of the image behind it.
         if behind:
             shape = (-1,) + (1,) * behind
             view = graph.call_method("reshape", (parameter, *shape))
             view.meta = _shaped(parameter, shape) | {"op": Op("reshape")}
             notes(view).precision = Precision.arriving(None, torch.float32, Rule.FOLLOW, "a view of the bias")
             parameter = view
+        # Rounded as the product would have had it: the values are the same with and without the region.
         if low in LOW_DTYPES and notes(parameter).precision.output is not low:
             name = f"{bias.name}_joined"
             parameter = graph.create_node("call_function", cast, (parameter, low), name=name)
@@ -97,7 +100,7 @@ def _split(graph: Graph, product: Node, end: Node, bias: Node, behind: int) -> S
 
 
 def put_back(graph: Graph, split: SplitBias) -> set[Node]:
-    """Undo one split; returns the nodes that are gone."""
+    """Undo one split, and return the nodes that are gone."""
     product, added = split.product, split.add
     product.target, product.args, product.kwargs = split.call
     added.replace_all_uses_with(split.end)
