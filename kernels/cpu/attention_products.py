@@ -94,7 +94,7 @@ class _Plan:
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, causal: bool) -> _Plan:
-        """For query [N, H, T, E] and key [N, G, S, E]."""
+        """Cut up a call with query [N, H, T, E] and key [N, G, S, E]."""
         return cls._of(*query.shape[:3], *key.shape[1:3], causal, _AT_ONCE, _ROWS)
 
     @classmethod
@@ -102,10 +102,13 @@ class _Plan:
     def _of(
         cls, batch: int, heads: int, rows: int, groups: int, keys: int, causal: bool, at_once: int, least: int
     ) -> _Plan:
+        # Under a causal mask the first rows see few keys: rows are cut into blocks, each with the keys that it sees.
         group, count = heads // groups, max(1, min(_BLOCKS, rows // least)) if causal else 1
         edges = [rows * number // count for number in range(count + 1)]
         blocks = tuple(_Block(slice(first, end), min(end, keys) if causal else keys) for first, end in pairwise(edges))
         areas = [group * (block.rows.stop - block.rows.start) * block.keys for block in blocks]
+        # As many heads at a time as have their FP32 scores in a cache together: all of some batch elements, or of one
+        # element a number that divides them, so that all chunks are alike.
         fit = max(1, at_once // (4 * max(areas)))
         heads_each = next(size for size in range(min(groups, fit), 0, -1) if groups % size == 0)
         batch_each = max(1, min(batch, fit // groups))
@@ -128,23 +131,24 @@ class _Plan:
                 yield p[chunk.batch, chunk.query_heads, block.rows, : block.keys]
 
     def queries(self, x: Tensor, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
-        """A chunk of [N, H, T, width], as [heads of the chunk, group, T, width], one after the other in memory."""
+        """Return a chunk of [N, H, T, width], as [heads of the chunk, group, T, width], one after the other in memory."""
         part = _one_after_the_other(x[chunk.batch, chunk.query_heads], dtype)
         return part.view(-1, self.group, *part.shape[2:])
 
 
 def _keys(x: Tensor, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
-    """A chunk of [N, G, S, width], as [heads of the chunk, S, width], one after the other in memory."""
+    """Return a chunk of [N, G, S, width], as [heads of the chunk, S, width], one after the other in memory."""
     part = _one_after_the_other(x[chunk.batch, chunk.heads], dtype)
     return part.view(-1, *part.shape[2:])
 
 
 def _one_after_the_other(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype, memory_format=torch.contiguous_format).contiguous()  # ``to`` itself copies other dtypes alone
+    # ``to`` alone would return x as it lies where it has that dtype.
+    return x.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 def _rows(queries: Tensor, block: _Block) -> Tensor:
-    """A block of [heads, group, T, width], as [heads, group * rows, width]."""
+    """Return a block of [heads, group, T, width], as [heads, group * rows, width]."""
     return queries[:, :, block.rows].flatten(1, 2)
 
 
@@ -157,14 +161,15 @@ class _Softmax:
         self._zero = torch.zeros((), dtype=wide)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """``scale * left right^T``, both wide: [heads, rows, columns]."""
+        """Return ``scale * left right^T`` of wide tensors: [heads, rows, columns]."""
         out = self._take(0, (len(left), left.shape[1], right.shape[1]))
         return torch.baddbmm(self._zero, left, right.transpose(1, 2), beta=0, alpha=self._scale, out=out)
 
     def probabilities(self, query: Tensor, keys: Tensor, chunk: _Chunk, block: _Block) -> Tensor:
-        """P of the rows of a query and the keys that they see, both wide."""
+        """Return P of the rows of a query and the keys that they see, both wide."""
         scores = self.product(query, keys)
         rows = block.rows.stop - block.rows.start
+        # Keys before the block's first row are seen by all of its rows: only the triangle behind them is masked.
         if self._causal:
             first = block.rows.start
             above = torch.full((rows, block.keys - first), -math.inf, dtype=self._wide).triu_(1)
@@ -175,11 +180,11 @@ class _Softmax:
         return torch.softmax(scores, -1, out=self._take(1, scores.shape))
 
     def widened(self, probabilities: Tensor) -> Tensor:
-        """Low P, wide."""
+        """Return low P, widened."""
         return self._take(1, probabilities.shape).copy_(probabilities)
 
     def derivative(self, gradients: Tensor, probabilities: Tensor) -> Tensor:
-        """dS of dP, which is overwritten, and P, both wide."""
+        """Return dS of dP, which is overwritten, and P, both wide."""
         return softmax_backward(gradients, probabilities, -1, self._wide, grad_input=gradients)
 
     def _take(self, which: int, shape: tuple[int, ...]) -> Tensor:
@@ -195,7 +200,7 @@ def _forward(
     scale: float,
     kept: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output, and P of all blocks, one after the other, if it is kept."""
+    """Return the output, and P of all blocks, one after the other, if it is kept."""
     wide, plan = torch.promote_types(query.dtype, torch.float32), _Plan.of(query, key, causal)
     out, probabilities = empty_like(query), query.new_empty(sum(plan.sizes) if kept else 0)
     pieces = iter(probabilities.split(plan.sizes)) if kept else None
@@ -223,7 +228,7 @@ def _backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, probabilities: Tensor, causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key and value, of P that was kept."""
+    """Return the gradients of query, key and value, from P that was kept."""
     wide, plan = torch.promote_types(query.dtype, torch.float32), _Plan.of(query, key, causal)
     softmax, pieces = _Softmax(plan, None, causal, scale, wide), iter(probabilities.split(plan.sizes))
     gradients = gradients_like(grad, query, key, value)
@@ -240,7 +245,7 @@ def _backward(
 def _backward_again(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value."""
+    """Return the gradients of query, key and value, with P computed once more."""
     wide, plan = torch.promote_types(query.dtype, torch.float32), _Plan.of(query, key, causal)
     softmax, gradients = _Softmax(plan, mask, causal, scale, wide), gradients_like(grad, query, key, value)
     for chunk in plan.chunks:
@@ -264,11 +269,12 @@ class _Backward:
         self.rows, self.keys = plan.queries(query, chunk, low), _keys(key, chunk, low)
         self._above, self._values = plan.queries(grad, chunk, low), _keys(value, chunk, self._wide)
         self._wide_above = self._above.to(self._wide)
+        # The last block comes first and sees all keys, unless there are more keys than rows: those get no gradient.
         new = torch.empty_like if self._last.keys == key.shape[2] else torch.zeros_like
         self._sums = new(self.keys), new(self._values, dtype=low)
 
     def add(self, block: _Block, low: Tensor, wide: Tensor, of_query: Tensor) -> None:
-        """A block with its P, low and wide; the gradient of its rows is put into that of the query."""
+        """Add a block with its P, low and wide; the gradient of its rows is put into that of the query."""
         seen, added = block.keys, int(block is not self._last)
         of_probabilities = self._softmax.product(_rows(self._wide_above, block), self._values[:, :seen])
         of_scores = self._softmax.derivative(of_probabilities, wide).to(low.dtype)
@@ -277,7 +283,7 @@ class _Backward:
         self._sums[1][:, :seen].baddbmm_(low.transpose(1, 2), _rows(self._above, block), beta=added)
 
     def put(self, gradients: tuple[Tensor, ...]) -> None:
-        """Into those of key and value."""
+        """Write the sums into the gradients of key and value."""
         for gradient, total in zip(gradients, self._sums, strict=True):
             place = gradient[self._chunk.batch, self._chunk.heads]
             place.copy_(total.view(place.shape))
@@ -303,7 +309,8 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
 def _forward_of_torch(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
-    query, key, value = map(elements_side_by_side, (query, key, value))  # of others it takes plain ops
+    # Where elements of a row lie apart torch takes plain ops.
+    query, key, value = map(elements_side_by_side, (query, key, value))
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
 
@@ -317,7 +324,7 @@ def attention_by_products(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """``torch.nn.functional.scaled_dot_product_attention`` of what ``attention.serves`` says yes to.
+    """Return ``torch.nn.functional.scaled_dot_product_attention`` of what ``attention.serves`` says yes to.
 
     Args:
         query: [N, H, T, E], bfloat16.
@@ -337,7 +344,7 @@ def recomputed_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """The same: torch's kernel forward, products backward, for which P is made again."""
+    """Return the same: torch's kernel forward, products backward, for which P is made again."""
     return _recomputed_op(query, key, value, additive(mask, query, key), causal, scale_of(query, scale))
 
 
@@ -355,12 +362,12 @@ def is_short(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
 
 
 def in_blocks(p: Tensor, key: Tensor, causal: bool) -> Tensor:
-    """P as [N, H, T, S] in the form that the forward keeps: of all blocks, one after the other."""
+    """Return P, [N, H, T, S], in the form that the forward keeps: of all blocks, one after the other."""
     return torch.cat([piece.flatten() for piece in _Plan.of(p, key, causal).pieces(p)])
 
 
 def out_of_blocks(kept: Tensor, query: Tensor, key: Tensor, causal: bool) -> Tensor:
-    """The reverse."""
+    """Return P as [N, H, T, S], of the form that ``in_blocks`` gives."""
     plan, p = _Plan.of(query, key, causal), kept.new_zeros(*query.shape[:3], key.shape[2])
     for place, piece in zip(plan.pieces(p), kept.split(plan.sizes), strict=True):
         place.copy_(piece.view(place.shape))

@@ -117,7 +117,8 @@ def _run_plain(
     if shares is not None:
         shares.copy_(share)
     less = -share[:, None]
-    buffers: Tensor | None = None  # one for all slices: fresh memory costs more than what is computed in it
+    # One for all slices: fresh memory costs more than what is computed in it.
+    buffers: Tensor | None = None
     for at in _slices(logits):
         some = logits[at]
         if buffers is None:
@@ -148,12 +149,14 @@ def _run_rows(
     target_gradient: Tensor | None,
 ) -> None:  # fmt: skip
     """Compute any case on some rows, by the kernel's formulas. ``factor``: of each row's gradient."""
-    x = logits.to(torch.float32, copy=True)  # overwritten on the way
+    # Overwritten on the way.
+    x = logits.to(torch.float32, copy=True)
     columns = x.shape[1]
     soft = target.is_floating_point()
     weights = x.new_ones(()) if weight is None else weight.float()
     keep, spread = 1.0 - label_smoothing, label_smoothing / columns
-    given: Tensor | None = None  # the target's weight of each class, without the one-hot part
+    # The target's weight of each class, without the one-hot part.
+    given: Tensor | None = None
     live, label, hit = None, None, None
     if soft:
         given = (target.float() * keep + spread) * weights
@@ -167,6 +170,7 @@ def _run_rows(
         if shares is not None:
             shares.copy_(share)
     if losses is not None:
+        # Of a row of -inf alone, -inf - -inf would be NaN.
         largest = x.amax(1)
         shift = torch.where(largest == -math.inf, 0.0, largest)
         mass = x.new_zeros(len(x)) if given is None else given.sum(1)

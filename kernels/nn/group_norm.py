@@ -108,9 +108,11 @@ def _launch(
     y = torch.empty_like(x)
     statistics = torch.empty((2, samples * num_groups), dtype=torch.float32, device=x.device)
     weight, bias = packed(weight), packed(bias)
+    # With channels last a large group lies in short runs far apart: programs take adjacent channels of all groups then.
     if (slabs := _slabs(x, num_groups, memory_format, FORWARD_ELEMENTS)) is not None:
         group_norm_slabs.forward(x, weight, bias, y, statistics, slabs, eps, silu)
         return y, statistics
+    # Few large groups are shared among programs, which write partial sums first (phase 1) and results then (phase 2).
     shares, parts, constants = _cut(x, num_groups, memory_format, FORWARD_ELEMENTS, 3)
     with on_device(x.device):
         for phase in (1, 2) if shares > 1 else (0,):
