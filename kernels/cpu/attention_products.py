@@ -131,13 +131,13 @@ class _Plan:
                 yield p[chunk.batch, chunk.query_heads, block.rows, : block.keys]
 
     def queries(self, x: Tensor, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
-        """Return a chunk of [N, H, T, width], as [heads of the chunk, group, T, width], one after the other in memory."""
+        """Return a chunk of [N, H, T, width] as [heads of the chunk, group, T, width], dense in memory."""
         part = _one_after_the_other(x[chunk.batch, chunk.query_heads], dtype)
         return part.view(-1, self.group, *part.shape[2:])
 
 
 def _keys(x: Tensor, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
-    """Return a chunk of [N, G, S, width], as [heads of the chunk, S, width], one after the other in memory."""
+    """Return a chunk of [N, G, S, width], as [heads of the chunk, S, width], dense in memory."""
     part = _one_after_the_other(x[chunk.batch, chunk.heads], dtype)
     return part.view(-1, *part.shape[2:])
 
