@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 def run(page: list[str]) -> dict[str, Any]:
-    space: dict[str, Any] = {}
+    # A module, since torch.fx writes the functions that a graph calls by their modules' names.
+    module = sys.modules["page_of_writing_passes"] = types.ModuleType("page_of_writing_passes")
     for block in page:
-        exec(compile(block, "docs/writing_passes.md", "exec"), space)
-    return space
+        exec(compile(block, "docs/writing_passes.md", "exec"), module.__dict__)
+    return module.__dict__
 
 
 SPACE = run(BLOCKS)
