@@ -52,7 +52,8 @@ def cpu_attention(
 def _is_enough(query: Tensor, key: Tensor, causal: bool, limit: int | None, trained: bool) -> bool:
     flop = 4 * query.numel() * key.shape[-2]
     if causal and not trained:
-        flop //= 4  # torch's forward leaves half of them out; ours comes in up to four blocks, with calls of each
+        # torch's forward leaves half of them out; ours comes in up to four blocks, with calls of each.
+        flop //= 4
     return limit is not None and flop >= limit
 
 

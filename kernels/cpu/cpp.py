@@ -118,7 +118,8 @@ def _compile(compiler: str, text: str, macros: tuple[str, ...], library: Path) -
         source, made = Path(folder) / "source.cpp", Path(folder) / library.name
         source.write_text(text, encoding="utf-8")
         command = [compiler, *_FLAGS, *macros, str(source), "-o", str(made), *_LIBRARIES]
-        if "at::" in text:  # the source calls torch's functions
+        # The source calls torch's functions.
+        if "at::" in text:
             command += [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:

@@ -117,7 +117,8 @@ def _fake_backward(grad: Tensor, x: Tensor, weight: Tensor, biased: bool, *rest:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, *ctx.settings = inputs
-    ctx.biased = bias is not None  # its values are read by no gradient, and may change
+    # Its values are read by no gradient, and may change.
+    ctx.biased = bias is not None
     ctx.save_for_backward(x, weight)
 
 

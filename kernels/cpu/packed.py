@@ -135,7 +135,8 @@ class PackedConv:
 
     def _pack(self, shape: torch.Size) -> Tensor:
         plain = self._plain
-        if plain is None:  # unpacked from a packed weight, which loses nothing
+        # Unpacked from a packed weight, which loses nothing.
+        if plain is None:
             dense = next(iter(self._packed.values())).to_dense()
             plain = self._plain = dense.transpose(0, 1).contiguous() if self._is_transposed else dense
         if len(self._packed) >= _SIZES or 0 in shape:
@@ -166,7 +167,8 @@ def fold_norm(
     ones, wide = [1] * (weight.dim() - 2), weight.double()
     if geometry.output_padding is None:
         return (wide * scale.view(-1, 1, *ones)).float(), shift.float()
-    apart = wide.unflatten(0, (geometry.groups, -1))  # input channels before output channels, of each group
+    # Input channels before output channels, of each group.
+    apart = wide.unflatten(0, (geometry.groups, -1))
     return (apart * scale.view(geometry.groups, 1, -1, *ones)).flatten(0, 1).float(), shift.float()
 
 

@@ -55,7 +55,8 @@ def masked_gradient(gradient, value, y, offsets, inside, center, scale, shift, R
             output = normalized(value, center, scale, shift).to(gradient.dtype).to(tl.float32)
         else:
             output = tl.load(y + offsets, mask=inside, other=0.0).to(tl.float32)
-        result = tl.where(output <= 0.0, 0.0, result)  # NaN lets the gradient through, as torch's relu does
+        # NaN lets the gradient through, as torch's relu does.
+        result = tl.where(output <= 0.0, 0.0, result)
     return result
 
 
@@ -215,7 +216,8 @@ def _launches(*settings: Any) -> tuple[tuple[int, int, int], Bound, Bound]:
     *lie, eps, relu, training, input, summed, residual = settings
     tiles = cut(*lie)
     parts, numbers = tiles.parts, tiles.numbers
-    masked = relu and not (summed and residual)  # the first kernel's own dresidual is masked
+    # The first kernel's own dresidual is masked.
+    masked = relu and not (summed and residual)
     grid = tiles.grid if input or (residual and not summed) else (tiles.grid[0], 1)
     sums = Bound(sums_kernel, tiles.grid, *numbers, eps, relu, training, *tiles.constants, **OPTIONS)
     inputs = Bound(

@@ -71,7 +71,8 @@ def statistics_kernel(
             # All lanes count alike: rows outside add nothing, and a lane's own count follows from its number.
             steps += 1.0
             delta = tl.where(inside, value - lane_mean, 0.0)
-            share = tl.where(steps > 1.0, 1.0 / steps, 1.0)  # ``/`` of 1 and 1 need not be 1, but a value next to it
+            # ``/`` of 1 and 1 need not be 1, but a value next to it.
+            share = tl.where(steps > 1.0, 1.0 / steps, 1.0)
             lane_mean = tl.fma(delta, share, lane_mean)
             lane_m2 = tl.fma(delta, value - lane_mean, lane_m2)
         lane_count = tl.where((column < columns)[None, :], lane_steps[:, None], 0.0)

@@ -32,7 +32,8 @@ STAGES: Final = constant(3)
 #: (99 KiB on the smallest). The backward has more operands and keeps more of each in registers.
 FORWARD_BYTES: Final = 16384
 BACKWARD_BYTES: Final = 8192
-_WIDEST: Final = 1024  # columns of a tile of contiguous memory, where there are rows to go with them
+# Columns of a tile of contiguous memory, where there are rows to go with them.
+_WIDEST: Final = 1024
 _MOST_PARTS: Final = 256
 #: Divisor of a pitch, and of an address in bytes, for which Triton reads several elements in one access.
 _VECTOR: Final = 16
@@ -107,7 +108,8 @@ def cut(shape: tuple[int, ...], contiguous: bool, programs: int, tile: int) -> T
         positions *= size
     planar = contiguous and positions > 1
     vector = gcd(positions if planar else channels, _VECTOR)
-    if vector <= _FEW:  # each access has an address of its own, which takes registers
+    # Each access has an address of its own, which takes registers.
+    if vector <= _FEW:
         tile = min(tile, _ALONE)
     # One channel is one row of memory, whatever the samples.
     if planar and channels == 1 and samples * positions < 2**31:
@@ -173,7 +175,8 @@ def _blocks(size: int, block: int) -> int:
 @lru_cache
 def _programs(device: torch.device) -> int:
     if device.type != "cuda":
-        return 8  # the interpreter's: enough to have parts
+        # The interpreter's: enough to have parts.
+        return 8
     return _RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count
 
 

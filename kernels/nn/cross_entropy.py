@@ -208,7 +208,8 @@ def cross_entropy(
     if logits.dim() > 2:
         logits, target = logits.movedim(1, -1), target.movedim(1, -1) if soft else target
     columns = logits.shape[-1]
-    x, y = _rows(logits), _rows(target) if soft else target.reshape(-1).long()  # uint8 has no -100, nor 300 classes
+    # uint8 has no -100, nor 300 classes.
+    x, y = _rows(logits), _rows(target) if soft else target.reshape(-1).long()
     # The kernel has no gradient for class weights, and no row without classes.
     if columns == 0 or (weight is not None and weight.requires_grad):
         loss = reference(x, y, weight, ignore_index, reduction, label_smoothing, z_loss)

@@ -30,7 +30,8 @@ from fxprec.kernels.launch.triton_support import can_launch, constexpr, int64, j
 from fxprec.kernels.nn.cross_entropy_reference import check_bounds, factors, launch_in_torch
 
 _BLOCK: Final = 4096
-_SHORT: Final = 2048  # elements of the rows that share a program
+# Elements of the rows that share a program.
+_SHORT: Final = 2048
 _WARPS: Final = 8
 
 
@@ -254,7 +255,8 @@ def cross_entropy_kernel(
 
     if BACKWARD:
         if FORWARD:
-            tl.debug_barrier()  # the gradient may lie where the logits do: all threads have read what they need of them
+            # The gradient may lie where the logits do: all threads have read what they need of them.
+            tl.debug_barrier()
         factor = tl.zeros((ROWS,), tl.float32) + scale
         if grad_output is not None:
             factor = factor * tl.load(grad_output + rows * grad_output_stride, mask=live, other=0.0)

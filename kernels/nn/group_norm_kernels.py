@@ -72,7 +72,8 @@ def share_statistics(x, low, high, groups, pixels, CPG: constexpr, LAST: constex
             squares = tl.where(inside, squares + distance * (value - center), squares)
     size = tl.sum(count)
     mean = tl.div_rn(tl.sum(center * count), tl.maximum(size, 1.0))
-    mean += tl.div_rn(tl.sum((center - mean) * count), tl.maximum(size, 1.0))  # what rounding the products took
+    # What rounding the products took.
+    mean += tl.div_rn(tl.sum((center - mean) * count), tl.maximum(size, 1.0))
     distance = tl.where(count > 0, center - mean, 0.0)
     return mean, tl.sum(squares + count * (distance * distance)), size
 
@@ -91,7 +92,8 @@ def group_forward_kernel(
     read in phase 2; PARTS is S or the power of two above it. All arithmetic and sums in fp32.
     """
     group, _, first, base, low, high = group_place(groups, pixels, CPG, PT, LAST)
-    number = tl.full((), pixels, tl.float32) * CPG  # one pixel is a constant to Triton, which has no .to()
+    # One pixel is a constant to Triton, which has no .to().
+    number = tl.full((), pixels, tl.float32) * CPG
     total = tl.num_programs(0)
     channels = tl.arange(0, CT)
     points = tl.arange(0, PT)
@@ -185,7 +187,8 @@ def group_backward_kernel(
     parts: fp32 [N * groups, S, 2], sums of g and of g * n (see ``group_norm``): written in phase 1, read in phase 2.
     """
     group, sample, first, base, low, high = group_place(groups, pixels, CPG, PT, LAST)
-    number = tl.full((), pixels, tl.float32) * CPG  # one pixel is a constant to Triton, which has no .to()
+    # One pixel is a constant to Triton, which has no .to().
+    number = tl.full((), pixels, tl.float32) * CPG
     mean = tl.load(statistics + group)
     rstd = tl.load(statistics + tl.num_programs(0) + group)
     channels = tl.arange(0, CT)

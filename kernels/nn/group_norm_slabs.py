@@ -136,7 +136,8 @@ def channel_statistics_kernel(
         value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
         steps += 1.0
         delta = tl.where(inside, value - mean, 0.0)
-        share = tl.where(steps > 1.0, 1.0 / steps, 1.0)  # ``/`` of 1 and 1 need not be 1, but a value next to it
+        # ``/`` of 1 and 1 need not be 1, but a value next to it.
+        share = tl.where(steps > 1.0, 1.0 / steps, 1.0)
         mean = tl.fma(delta, share, mean)
         m2 = tl.fma(delta, value - mean, m2)
     # Lanes of one program differ in their number of pixels by at most one.

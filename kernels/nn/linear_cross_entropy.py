@@ -80,7 +80,8 @@ def _run_chunks(
         rows = slice(start, min(start + chunk, count))
         x = hidden[rows]
         whole = buffer[: len(x)]
-        logits = whole[:, :classes]  # the padded classes behind them are zeros
+        # The padded classes behind them are zeros.
+        logits = whole[:, :classes]
         if bias is None:
             torch.mm(x, weight.t(), out=whole)
         else:
@@ -90,7 +91,8 @@ def _run_chunks(
             losses=losses[rows], grad_output=None if grad_output is None else grad_output[rows],
             gradient=None if gradients == (None, None, None) else logits,
         )  # fmt: skip
-        whole[:, classes:] = 0  # they are NaN in rows of hidden that are not finite
+        # They are NaN in rows of hidden that are not finite.
+        whole[:, classes:] = 0
         if of_hidden is not None:
             torch.mm(whole, weight, out=of_hidden[rows])
         if total is not None:

@@ -98,7 +98,8 @@ def pool_backward_kernel(
     # An element asks every window that may hold it whether it was chosen: no atomics.
     for a in tl.static_range((KH + SH - 1) // SH):
         for b in tl.static_range((KW + SW - 1) // SW):
-            out_h, out_w = h // SH - a, w // SW - b  # windows that may hold it, the last first
+            # Windows that may hold it, the last first.
+            out_h, out_w = h // SH - a, w // SW - b
             i, j = h - out_h * SH, w - out_w * SW
             there = (out_h >= 0) & (out_h < out_height) & (out_w >= 0) & (out_w < out_width) & (i < KH) & (j < KW)
             result = ((sample * out_height + out_h) * out_width + out_w).to(tl.int64)[:, None] * channels + channel

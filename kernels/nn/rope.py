@@ -114,7 +114,8 @@ def rope_kernel(
             c2 = tl.load(cos + HALF + pair, mask=here, other=0.0).to(tl.float32)
             s2 = tl.load(sin + HALF + pair, mask=here, other=0.0).to(tl.float32)
     # Cos and sin may differ between the two columns of a pair, so the transpose exchanges them.
-    if INVERSE:  # the transpose of ((c1, -s1), (s2, c2))
+    # The transpose of ((c1, -s1), (s2, c2)).
+    if INVERSE:
         first, second = -s2, -s1
     else:
         first, second = s1, s2

@@ -79,7 +79,8 @@ def scaled_gradient(values: Tensor, factor: Tensor, denominator: Tensor | None, 
     """
     if values.dtype == dtype and _last_look(values):
         with torch.no_grad():
-            values = values.detach()  # an output of the forward has a grad_fn, which its gradient must not have
+            # An output of the forward has a grad_fn, which its gradient must not have.
+            values = values.detach()
             _launch(values, factor, denominator, values)
         return values
     return _op(values, factor, denominator, dtype)

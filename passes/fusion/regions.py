@@ -125,7 +125,8 @@ def find_regions(
         # Regions of its level that it reads become one with it.
         parts = dict.fromkeys(region[s] for s in sources if s in region and level[s] == level[node])
         joined = _merged([*parts, own])
-        if joined is None:  # it could join either of two regions, not both
+        # It could join either of two regions, not both.
+        if joined is None:
             level[node] += 1
             joined = own
         region[node] = joined

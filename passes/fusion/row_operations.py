@@ -95,7 +95,8 @@ def _is_boolean(node: Node, op: Op) -> bool:
         return False
     numbers = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, int | float)]
     if any(dtype in CASTABLE for dtype in sources) or any(isinstance(number, float) for number in numbers):
-        return True  # torch converts the others as well
+        # torch converts the others as well.
+        return True
     long = sum(dtype in _LONG for dtype in sources)
     return long < 2 and not (long and any(abs(number) >= _COUNTED for number in numbers))
 
@@ -113,7 +114,8 @@ def _is_plain_cast(node: Node) -> bool:
     if not isinstance(source, Node) or node.kwargs.keys() - {"dtype"}:
         return False
     if source.op == "get_attr" and not notes(node).in_registers:
-        return False  # a weight's shadow stands in its place
+        # A weight's shadow stands in its place.
+        return False
     if not all(isinstance(each, torch.dtype) for each in node.args[1:]):
         return False
     return notes(node).dtype in CASTABLE or notes(node).dtype is UNKNOWN
