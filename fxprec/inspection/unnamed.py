@@ -1,40 +1,32 @@
 """Find methods that call submodules and were not named when converting: by themselves they run in FP32.
 
-Found in the bytecode by the names of submodules, without running anything::
+Nothing is run: the source of each public method is read, and what its names may stand for is followed to the modules
+that the model has::
 
     def encode(self, x):                        encode calls down
         return self.norm(self.down(x))
     def features(self, x):                      features calls down  (through encode)
         return self.encode(x).flatten(1)
+    def looped(self, x):                        looped calls layers: elements of a container go by its name
+        for layer in self.layers:
+            x = checkpoint(layer, x)            handed on with something that it may be called with
 
-Listed are methods that run matrix products. Modules without weights that a product reads (norms, activations,
-embeddings) do not count. What a method gets at in other ways (``getattr(self, name)``, ``self.children()``) is not
-found.
-
-What reads names in bytecode is looked at in the source, where that is at hand: whether it calls a submodule or
-multiplies with one. A *chain* names a value from the object on, ``*`` for any element of a container::
-
-    for layer in self.layers:          ("layers", "*")
-        x = layer.attention(x)         called: ("layers", "*", "attention")
-    x = checkpoint(self.head, x)       called: ("head",), since it is handed on with something to call it with
-    return F.linear(x, self.w.t())     multiplied: ("w",)
-
-What only touches a module or a weight is neither: ``len(self.layers)``, ``self.layers = self.layers[:3]``,
-``nn.init.zeros_(self.head.weight)``, ``nn.Sequential(self.a, self.b)``.
+Listed are methods that run matrix products: they call a submodule with weights of several dimensions, or multiply one.
+What only touches a module or a weight is neither (``len(self.layers)``, ``nn.init.zeros_(self.head.weight)``,
+``nn.Sequential(self.a, self.b)``). Not found: ``getattr(self, name)``, and methods whose source is not at hand.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
-import dis
 import functools
 import inspect
-import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator
+import linecache
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from types import CodeType, FunctionType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from torch import nn
 
@@ -42,219 +34,27 @@ from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.names import canonical_name
 from fxprec.passes.ops.table import facts_of
 
-Chain = tuple[str, ...]
-
-ELEMENT: Final = "*"
-#: What gives the elements of its arguments, or of the object whose method it is.
+#: Functions that give the elements of their arguments, and methods that give those of their object.
 _ELEMENTS: Final = frozenset(
     {"enumerate", "zip", "reversed", "list", "tuple", "iter", "next", "sorted", "islice", "chain"}
 )
-_CONTENTS: Final = frozenset(
-    {"values", "items", "children", "named_children", "modules", "named_modules", "parameters"}
-)
-#: Methods that keep what they get, and call nothing.
+_CONTENTS: Final = frozenset({"values", "items", "children", "named_children", "modules", "named_modules"})
+#: Methods that keep what they get, and call nothing; and Python's own functions that call what they are given.
 _KEEP: Final = frozenset(
     {"append", "extend", "insert", "add", "update", "setdefault", "add_module", "register_module", "register_buffer"}
     | {"register_parameter", "load_state_dict"}
 )
-#: Python's own functions that call what they are given.
 _CALL_IT: Final = frozenset({"map", "filter"})
-
-#: As often is the source gone through, and as long are the chains that a name may stand for: ``child = child.next`` in
-#: a loop would never end.
+_FORWARD: Final = ("forward", "__call__")
+#: So often is a source gone through: ``child = child.next`` in a loop might never end.
 _ROUNDS: Final = 4
-_LONGEST: Final = 8
-_OF_MODULES: Final = frozenset(dir(nn.Module)) - {"forward", "__call__"}
-_NOTHING: Final = frozenset({"EXTENDED_ARG", "CACHE", "PRECALL", "PUSH_NULL", "NOP", "COPY_FREE_VARS", "KW_NAMES"})
-#: What takes a submodule and calls nothing: it is returned, kept, or asked for.
-_NO_USE: Final = frozenset({"RETURN_VALUE", "STORE_ATTR", "IS_OP", "COMPARE_OP", "CONTAINS_OP", "POP_TOP"})
+_OF_MODULES: Final = frozenset(dir(nn.Module)) - {*_FORWARD}
 #: So the names of methods begin that change a module and give nothing back, such as timm's initializers.
 _CHANGES: Final = ("set_", "init", "reset_", "fix_", "enable_", "disable_", "freeze", "load_", "save_")
 #: Modules of torch's whose weights may have several dimensions, and are no factor of a product.
 _NO_PRODUCTS: Final = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
 
-
-@dataclass(frozen=True, slots=True)
-class SourceUses:
-    """Chains that a method calls or hands on to be called, and those that it multiplies an argument with.
-
-    A method without arguments that multiplies weights with each other, as one that joins layers does, changes the
-    model.
-    """
-
-    called: tuple[Chain, ...]
-    multiplied: tuple[Chain, ...]
-
-
-def uses_in_source(code: CodeType) -> SourceUses | None:
-    """Return what a method's code does with its object's submodules; None where its source is not at hand."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    function = next((node for node in functions if node.name == code.co_name), None)
-    if function is None:
-        return None
-    return _Method(function, code.co_varnames[0] if code.co_argcount else "").uses()
-
-
-class _Method:
-    def __init__(self, function: ast.FunctionDef | ast.AsyncFunctionDef, self_name: str) -> None:
-        self._nodes = [*_in_source_order(function)]
-        given = function.args
-        self._takes_something = len([*given.posonlyargs, *given.args]) > 1 or bool(given.kwonlyargs or given.vararg)
-        self._names: dict[str, set[Chain]] = {self_name: {()}}
-        known = -1
-        # A name may stand for a chain that is bound further down, in a loop: a few rounds find it.
-        for _ in range(_ROUNDS):
-            if known == (known := sum(map(len, self._names.values()))):  # no name stands for more
-                break
-            for node in self._nodes:
-                self._bind_names(node)
-
-    def uses(self) -> SourceUses:
-        called: dict[Chain, None] = {}
-        multiplied: dict[Chain, None] = {}
-        for node in self._nodes:
-            # ``x @ self.weight`` runs in FP32 in a method that is not converted, as a call of a module does.
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-                multiplied |= self._in_order(node.left, node.right)
-            elif isinstance(node, ast.Call):
-                called |= self._in_order(node.func)
-                if _is_product(node.func):
-                    owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
-                    multiplied |= self._in_order(*owner, *_arguments(node))
-                # ``checkpoint(self.block, x)``: a function that gets a module and something else may call it.
-                elif not _calls_nothing(node.func):
-                    called |= dict.fromkeys(sorted(self._handed_on(node)))
-        return SourceUses((*called,), (*multiplied,) if self._takes_something else ())
-
-    def _in_order(self, *values: ast.expr) -> dict[Chain, None]:
-        return dict.fromkeys(chain for value in values for chain in sorted(self._chains(value)) if chain)
-
-    def _handed_on(self, call: ast.Call) -> set[Chain]:
-        """Return the chains among the arguments, where there is another one that they may be called with."""
-        arguments = [*_arguments(call)]
-        chains = [self._chains(argument) - {()} for argument in arguments]
-        others = [
-            argument
-            for argument, own in zip(arguments, chains, strict=True)
-            if not own and not isinstance(argument, ast.Constant)
-        ]
-        return set().union(*chains) if others else set()
-
-    def _bind_names(self, node: ast.AST) -> None:
-        if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-            self._bind(node.target, self._elements(node.iter))
-        elif isinstance(node, ast.Assign):
-            for target in node.targets:
-                self._bind(target, self._chains(node.value))
-        elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-            self._bind(node.target, self._chains(node.value))
-
-    def _bind(self, target: ast.expr, chains: set[Chain]) -> None:
-        if isinstance(target, ast.Name):
-            short = {chain for chain in chains if 0 < len(chain) <= _LONGEST}
-            self._names.setdefault(target.id, set()).update(short)
-        elif isinstance(target, ast.Tuple | ast.List):
-            for each in target.elts:
-                self._bind(each, chains)
-        elif isinstance(target, ast.Starred):
-            self._bind(target.value, chains)
-
-    def _elements(self, *values: ast.expr) -> set[Chain]:
-        chains = set().union(*map(self._chains, values)) - {()}
-        return {chain if chain[-1] == ELEMENT else (*chain, ELEMENT) for chain in chains}
-
-    def _chains(self, value: ast.expr) -> set[Chain]:
-        """Return what an expression may stand for."""
-        match value:
-            case ast.Name():
-                return self._names.get(value.id, set())
-            case ast.Attribute(attr=attribute):
-                same = _gives_same_numbers(attribute)
-                return {chain if same and chain else (*chain, attribute) for chain in self._chains(value.value)}
-            case ast.Subscript():
-                return self._elements(value.value)
-            case ast.Starred() | ast.NamedExpr() | ast.Await():
-                return self._chains(value.value)
-            case ast.IfExp():
-                return self._chains(value.body) | self._chains(value.orelse)
-            case ast.BoolOp():
-                return set().union(*map(self._chains, value.values))
-            case ast.Tuple() | ast.List():
-                return set().union(*map(self._chains, value.elts))
-            case ast.ListComp() | ast.GeneratorExp():
-                return self._chains(value.elt)
-            case ast.Call(func=ast.Name(id=name)) if name in _ELEMENTS:
-                return self._elements(*_arguments(value))
-            case ast.Call(func=ast.Attribute(attr=name) as method) if name in _CONTENTS:
-                return self._elements(method.value)
-            case ast.Call(func=ast.Attribute(attr=name) as method) if _gives_same_numbers(name):
-                return self._chains(method.value)
-        return set()
-
-
-def _in_source_order(node: ast.AST) -> Iterator[ast.AST]:
-    yield node
-    for child in ast.iter_child_nodes(node):
-        yield from _in_source_order(child)
-
-
-def _arguments(call: ast.Call) -> Iterator[ast.expr]:
-    yield from call.args
-    yield from (keyword.value for keyword in call.keywords)
-
-
-def _name_of(function: ast.expr) -> str:
-    """Return the last name of what is called: ``linear`` of ``F.linear``."""
-    return (
-        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
-    )
-
-
-def _gives_same_numbers(name: str) -> bool:
-    """Return whether a method or attribute of a tensor of this name is a view or cast of it."""
-    op = canonical_name(name, "call_method")
-    return op is not None and (op.name == "to" or facts_of(op.name).view)
-
-
-def _is_product(function: ast.expr) -> bool:
-    """Return whether a function of this name is a matrix product, a convolution or an attention."""
-    return facts_of(_name_of(function)).rule is Rule.LOW
-
-
-def _calls_nothing(function: ast.expr) -> bool:
-    """Return whether what gets a module calls none of it: a class, a container's method, an initializer, ``len``."""
-    name = _name_of(function)
-    own = isinstance(function, ast.Name) and hasattr(builtins, name) and name not in _CALL_IT
-    within = {each.attr for each in ast.walk(function) if isinstance(each, ast.Attribute)}
-    return own or name[:1].isupper() or name in _KEEP or "init" in within or name.lstrip("_").startswith("init")
-
-
-def resolve(owner: nn.Module, chain: Chain) -> tuple[nn.Module, Chain, Chain]:
-    """Return the submodule that a chain leads to, its path up to a container, and the names that are left over.
-
-    An element of a container stands for all of them: it leads to the container, or to what its first child has of the
-    next name.
-    """
-    path: list[str] = []
-    inside = False
-    for number, name in enumerate(chain):
-        if name == ELEMENT:
-            inside = True
-            continue
-        homes = [owner, *owner._modules.values()] if inside and chain[number - 1] == ELEMENT else [owner]
-        # A container's children are alike: what one of them has of this name stands for all.
-        child = next((found for home in homes if home and (found := home._modules.get(name)) is not None), None)
-        if child is None:
-            within = next((each for each in homes[1:] if each is not None), owner)
-            return within, tuple(path), chain[number:]
-        owner = child
-        if not inside:
-            path.append(name)
-    return owner, tuple(path), ()
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,26 +80,6 @@ class Unnamed:
         )
 
 
-class _Read(NamedTuple):
-    """``self.a.b`` in bytecode.
-
-    Attributes:
-        names: ``("a", "b")``.
-        then: the instruction that takes it.
-        gives: whether the method gives its caller something.
-        code: of the method.
-    """
-
-    names: tuple[str, ...]
-    then: str
-    gives: bool
-    code: CodeType
-
-
-#: Method -> what it reads of its object, of the methods that the user's classes define.
-_Methods = dict[str, list[_Read]]
-
-
 def unnamed_methods(
     model: nn.Module, named: Collection[str], stays: Callable[[str], bool] = lambda path: False
 ) -> list[Unnamed]:
@@ -310,182 +90,266 @@ def unnamed_methods(
         named: the methods that are converted, by their names in the model.
         stays: whether the module at a path is meant to run in FP32.
     """
-    meant = {id(module) for path, module in model.named_modules() if stays(path)}
-    reads_of = functools.cache(_reads)
-    methods_of = functools.cache(lambda cls: _methods(cls, reads_of))  # for this look: classes may change
+    sources = _Sources(frozenset(id(module) for path, module in model.named_modules() if stays(path)))
     found: dict[tuple[type, str], Unnamed] = {}
     for path, module in model.named_modules():
-        methods = methods_of(type(module))
-        in_forward = _reached(methods, "forward") if path else ()
-        for name in methods:
-            if name.startswith("_") or name == "forward" or name in in_forward or _full(path, name) in named:
+        prefix = f"{path}." if path else ""
+        methods = sources.methods(type(module))
+        # A submodule's forward is converted with the model, and so are the methods that it calls.
+        in_forward = sources.reached(type(module), "forward") if path else ()
+        for name, function in methods.items():
+            if name.startswith("_") or name in ("forward", *in_forward) or prefix + name in named:
                 continue
-            if name.startswith(_CHANGES) and not any(read.gives for read in methods[name]):
-                continue
-            calls = _calls(path, module, name, named, methods_of, meant)
-            if calls:
-                known = found.setdefault((type(module), name), Unnamed(_full(path, name), calls, -1))
+            calls = tuple(
+                call
+                for call in sources.products(module, name, [own for own in methods if prefix + own in named])
+                if not {prefix + call, f"{prefix}{call}.forward"} & {*named}
+            )
+            if calls and not (name.startswith(_CHANGES) and not sources.gives(function)):
+                known = found.setdefault((type(module), name), Unnamed(prefix + name, calls, -1))
                 found[type(module), name] = replace(known, like_it=known.like_it + 1)
     return [*found.values()]
 
 
-def _full(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _calls(
-    path: str,
-    module: nn.Module,
-    method: str,
-    named: Collection[str],
-    methods_of: Callable[[type], _Methods],
-    meant: Collection[int],
-) -> tuple[str, ...]:
-    """Return the submodules with products, or methods of them, that a method calls, through other methods too.
-
-    Those that are named do not count, nor those that are meant to run in FP32.
-    """
-    methods = methods_of(type(module))
-    reached = _reached(methods, method, stop=[name for name in methods if _full(path, name) in named])
-    return tuple(
-        call
-        for call in _products(module, reached, methods_of, meant)
-        if not {_full(path, call), _full(path, f"{call}.forward")} & {*named}
-    )
-
-
-def _products(
-    module: nn.Module, reached: Iterable[str], methods_of: Callable[[type], _Methods], meant: Collection[int]
-) -> Iterator[str]:
-    """Return the submodules with products, or methods of them, that these methods of a module call, each once."""
-    methods = methods_of(type(module))
-    called: dict[str, None] = {}
-    for each in reached:
-        reads = [read for read in methods[each] if module._modules.get(read.names[0]) is not None]
-        uses = uses_in_source(reads[0].code) if reads else None
-        found = (
-            (_child(module, read, methods_of) for read in reads) if uses is None else _used(module, uses, methods_of)
-        )
-        called |= dict.fromkeys(call for call in found if call is not None)
-    return (call for call in called if _multiplies(module, call, meant))
-
-
-def _used(module: nn.Module, uses: SourceUses, methods_of: Callable[[type], _Methods]) -> Iterator[str]:
-    """Return the submodules, or methods of them, that a method's source calls, or multiplies a weight of."""
-    for chain in uses.called:
-        owner, path, left = resolve(module, chain)
-        if path and left in ((), ("forward",), ("__call__",)):
-            yield ".".join(path)
-        elif path and len(left) == 1 and left[0] not in _OF_MODULES and _computes(owner, left[0], methods_of):
-            yield ".".join(path if ELEMENT in chain else (*path, *left))
-    for chain in uses.multiplied:
-        owner, path, left = resolve(module, chain)
-        if path and len(left) == 1 and owner._parameters.get(left[0]) is not None:
-            yield ".".join(path)
-
-
-def _multiplies(module: nn.Module, call: str, meant: Collection[int]) -> bool:
-    """Return whether what is called holds weights that products read, by what its parameters look like.
+class _Sources:
+    """Sources of the methods of a model, each file parsed once, for one look: classes and files may change.
 
     Args:
-        module: whose method calls it.
-        call: the path of a submodule, or of its method.
         meant: ids of modules that are meant to run in FP32.
     """
-    owner, _, _ = resolve(module, tuple(call.split(".")))
-    return any(
-        parameter is not None and parameter.ndim > 1 and parameter.is_floating_point()
-        for each in owner.modules()
-        if id(each) not in meant and not isinstance(each, _NO_PRODUCTS)
-        for parameter in each._parameters.values()
-    )
+
+    def __init__(self, meant: Collection[int]) -> None:
+        self._meant = meant
+        self._functions = functools.cache(_functions_in)
+        self.methods = functools.cache(_methods)
+        self.names = functools.cache(_names_in)
+        self._known: dict[tuple[int, str], bool] = {}
+
+    def source(self, function: FunctionType) -> _Function | None:
+        code = function.__code__
+        found = self._functions(code.co_filename).get(code.co_firstlineno)
+        return found if found is not None and found.name == code.co_name else None
+
+    def gives(self, function: FunctionType) -> bool:
+        """Return whether a method returns anything but None."""
+        source = self.source(function)
+        returned = (node.value for node in ast.walk(source) if isinstance(node, ast.Return)) if source else ()
+        return any(not isinstance(value, ast.Constant | None) for value in returned)
+
+    def reached(self, cls: type, name: str, stop: Collection[str] = ()) -> list[str]:
+        """Return the methods that one calls on its own object, itself too; forward and ``stop`` are other entries."""
+        methods = self.methods(cls)
+        reached = [name] if name in methods else []
+        for each in reached:
+            for called in sorted(self.names(methods[each].__code__) & methods.keys()):
+                if called not in (*reached, *stop, "forward"):
+                    reached.append(called)
+        return reached
+
+    def products(self, module: nn.Module, name: str, stop: Collection[str] = ()) -> list[str]:
+        """Return the submodules with products, or methods of them, that a method calls, each once."""
+        methods = self.methods(type(module))
+        # To read a source takes long: only those that name a submodule are read.
+        named = (methods[each] for each in self.reached(type(module), name, stop))
+        sources = [self.source(each) for each in named if self.names(each.__code__) & module._modules.keys()]
+        calls = (call for source in sources if source is not None for call in _Method(self, module, source).products())
+        return [*dict.fromkeys(calls)]
+
+    def runs_products(self, module: nn.Module, name: str) -> bool:
+        """Return whether a module's method runs products of submodules."""
+        key = id(module), name
+        if key not in self._known:
+            self._known[key] = False  # meanwhile, as modules that hold each other lead back here
+            self._known[key] = bool(self.products(module, name))
+        return self._known[key]
+
+    def multiplies(self, module: nn.Module) -> bool:
+        """Return whether a module holds weights that products read, by what its parameters look like."""
+        return any(
+            parameter is not None and parameter.ndim > 1 and parameter.is_floating_point()
+            for each in module.modules()
+            if id(each) not in self._meant and not isinstance(each, _NO_PRODUCTS)
+            for parameter in each._parameters.values()
+        )
 
 
-def _methods(cls: type, reads_of: Callable[[CodeType], list[_Read]]) -> _Methods:
-    methods: _Methods = {}
+def _functions_in(file: str) -> dict[int, _Function]:
+    """Return the functions of a file by their first line, that of a decorator; none where there is no source."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return {}
+    functions = (node for node in ast.walk(tree) if isinstance(node, _Function))
+    return {min([node.lineno, *(each.lineno for each in node.decorator_list)]): node for node in functions}
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names of attributes and globals in the bytecode of a function, and of functions within."""
+    inner = (_names_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    return {*code.co_names}.union(*inner)
+
+
+def _methods(cls: type) -> dict[str, FunctionType]:
+    """Return the methods that users' classes define, or libraries other than torch."""
+    methods = {}
     for base in reversed(cls.__mro__):
-        if base.__module__.partition(".")[0] in ("torch", "fxprec", "builtins"):
-            continue
-        for name, value in vars(base).items():
-            function = inspect.unwrap(value) if isinstance(value, FunctionType) else None
-            if isinstance(function, FunctionType) and name not in _OF_MODULES:
-                methods[name] = reads_of(function.__code__)
+        if base.__module__.partition(".")[0] not in ("torch", "fxprec", "builtins"):
+            for name, value in vars(base).items():
+                function = inspect.unwrap(value) if isinstance(value, FunctionType) else None
+                if isinstance(function, FunctionType) and name not in _OF_MODULES:
+                    methods[name] = function
     return methods
 
 
-def _reached(methods: _Methods, name: str, stop: Collection[str] = ()) -> list[str]:
-    """Return the methods that this one calls on its own object, itself too; forward and ``stop`` are other entries."""
-    reached = [name] if name in methods else []
-    for each in reached:
-        for read in methods[each]:
-            called = read.names[0]
-            if called in methods and called not in (*reached, *stop, "forward"):
-                reached.append(called)
-    return reached
+class _Thing(NamedTuple):
+    """Module that an expression may stand for, or a method or parameter of it.
+
+    Attributes:
+        path: from the method's module; "" for that itself, "layers.*" for an element of a container.
+        module: that is there.
+        name: of its method or parameter; "": the module itself.
+    """
+
+    path: str
+    module: nn.Module
+    name: str = ""
+
+    @property
+    def is_weight(self) -> bool:
+        return self.module._parameters.get(self.name) is not None
 
 
-def _child(module: nn.Module, read: _Read, methods_of: Callable[[type], _Methods]) -> str | None:
-    """Return the submodule, or method of it, that is called, or whose weight goes into what the method gives."""
-    owner: Any = module
-    path: list[str] = []
-    for number, name in enumerate(read.names):
-        child = owner._modules.get(name)
-        if child is not None:
-            owner = child
-            path.append(name)
-            continue
-        last = number == len(read.names) - 1 and read.gives and read.then not in _NO_USE
-        if path and ((last and owner._parameters.get(name) is not None) or name == "forward"):
-            return ".".join(path)
-        if path and name not in _OF_MODULES and _computes(owner, name, methods_of):
-            return ".".join((*path, name))
-        return None
-    return ".".join(path) if path and read.then not in _NO_USE else None
+class _Method:
+    """Source of a method of one module."""
+
+    def __init__(self, sources: _Sources, module: nn.Module, function: _Function) -> None:
+        self._sources, self._nodes = sources, [*_in_source_order(function)]
+        given = function.args
+        arguments = [*given.posonlyargs, *given.args]
+        # What multiplies weights with each other alone, as one that joins layers does, changes the model.
+        self._takes_something = len(arguments) > 1 or bool(given.kwonlyargs or given.vararg)
+        self._names = {argument.arg: {_Thing("", module)} for argument in arguments[:1]}
+        # A name may be bound further down in a loop: a few rounds find it.
+        for _ in range(_ROUNDS):
+            for node in self._nodes:
+                self._bind(node)
+
+    def products(self) -> Iterator[str]:
+        """Yield the submodules, or methods of them, that are called or handed on, or whose weights are multiplied."""
+        for node in self._nodes:
+            called: list[ast.expr] = []
+            factors: list[ast.expr] = []
+            match node:
+                case ast.BinOp(op=ast.MatMult()):
+                    factors = [node.left, node.right]
+                case ast.Call() if facts_of(_name_of(node.func)).rule is Rule.LOW:
+                    owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+                    called, factors = [node.func], [*owner, *_arguments(node)]
+                case ast.Call():
+                    called = [node.func, *self._handed_on(node)]
+            for thing in self._all(*called):
+                if not thing.is_weight:
+                    yield from self._called(thing)
+            for thing in self._all(*factors) if self._takes_something else ():
+                if thing.is_weight and thing.path and self._sources.multiplies(thing.module):
+                    yield thing.path.partition(".*")[0]
+
+    def _called(self, thing: _Thing) -> Iterator[str]:
+        path, inside, _ = thing.path.partition(".*")
+        if path and thing.name in ("", *_FORWARD):
+            yield from [path] * self._sources.multiplies(thing.module)
+        elif path and self._sources.runs_products(thing.module, thing.name) and self._sources.multiplies(thing.module):
+            yield path if inside else f"{path}.{thing.name}"
+
+    def _handed_on(self, call: ast.Call) -> list[ast.expr]:
+        """Return the arguments that may be called, where there is another one that they may be called with."""
+        arguments = [*_arguments(call)]
+        others = [each for each in arguments if not self._all(each) and not isinstance(each, ast.Constant)]
+        return arguments if others and not _calls_nothing(call.func) else []
+
+    def _bind(self, node: ast.AST) -> None:
+        """Let the names on the left stand for what is on the right, of loops for its elements."""
+        match node:
+            case ast.For() | ast.AsyncFor() | ast.comprehension():
+                targets, things = [node.target], self._elements(node.iter)
+            case ast.Assign():
+                targets, things = node.targets, self._all(node.value)
+            case ast.AnnAssign(value=ast.expr()) | ast.NamedExpr():
+                targets, things = [node.target], self._all(node.value)
+            case _:
+                return
+        for name in (each for target in targets for each in ast.walk(target)):
+            if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
+                self._names.setdefault(name.id, set()).update(thing for thing in things if thing.path)
+
+    def _all(self, *values: ast.expr | None) -> list[_Thing]:
+        """Return what expressions may stand for, in an order that does not change from run to run."""
+        return sorted({each for value in values for each in self._things(value)}, key=lambda each: each[::2])
+
+    def _things(self, value: ast.AST | None) -> set[_Thing]:
+        match value:
+            case ast.Name():
+                return self._names.get(value.id, set())
+            case ast.Attribute():
+                return {found for each in self._all(value.value) if (found := self._attribute(each, value.attr))}
+            case ast.Subscript():
+                return self._elements(value.value)
+            case ast.ListComp() | ast.GeneratorExp():
+                return self._things(value.elt)
+            case ast.Call(func=ast.Name(id=name)) if name in _ELEMENTS:
+                return self._elements(*_arguments(value))
+            case ast.Call(func=ast.Attribute(attr=name) as method) if name in _CONTENTS:
+                return self._elements(method.value)
+            case ast.Call(func=ast.Attribute() as method):  # a view or cast of a weight
+                return {each for each in self._things(method) if each.is_weight}
+            case ast.Starred() | ast.NamedExpr() | ast.Await() | ast.IfExp() | ast.BoolOp() | ast.Tuple() | ast.List():
+                return set().union(*map(self._things, ast.iter_child_nodes(value)))
+        return set()
+
+    def _attribute(self, owner: _Thing, name: str) -> _Thing | None:
+        if owner.name:
+            return owner if owner.is_weight and _gives_same_numbers(name) else None
+        module = owner.module
+        if (child := module._modules.get(name)) is not None:
+            return _Thing(f"{owner.path}.{name}".lstrip("."), child)
+        known = name in _FORWARD or name in self._sources.methods(type(module))
+        return owner._replace(name=name) if known or module._parameters.get(name) is not None else None
+
+    def _elements(self, *values: ast.expr) -> set[_Thing]:
+        """Return children as elements, and what may be an element already: of a slice, or of a list of modules."""
+        return {
+            _Thing(thing.path.removesuffix(".*") + ".*", each, thing.name)
+            for thing in self._all(*values)
+            if thing.path
+            for each in (thing.module, *filter(None, () if thing.name else thing.module._modules.values()))
+        }
 
 
-def _computes(module: nn.Module, name: str, methods_of: Callable[[type], _Methods]) -> bool:
-    """Return whether a method of a submodule runs products of submodules of its own."""
-    reached = _reached(methods_of(type(module)), name)
-    return next(iter(_products(module, reached, methods_of, ())), None) is not None
+def _in_source_order(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _in_source_order(child)
 
 
-def _reads(code: CodeType) -> list[_Read]:
-    gives = _gives(code)
-    return [_Read(names, then, gives, code) for names, then in _chains(code)]
+def _arguments(call: ast.Call) -> Iterator[ast.expr]:
+    yield from call.args
+    yield from (keyword.value for keyword in call.keywords)
 
 
-def _gives(code: CodeType) -> bool:
-    """Return whether it returns anything but None: an initializer, which does not, computes nothing with weights."""
-    before: Any = None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
-            return True
-        if instruction.opname == "RETURN_VALUE" and (before.opname != "LOAD_CONST" or before.argval is not None):
-            return True
-        before = instruction
-    return False
+def _name_of(function: ast.expr) -> str:
+    """Return the last name of what is called: ``linear`` of ``F.linear``."""
+    return getattr(function, "attr", None) or getattr(function, "id", "")
 
 
-def _chains(code: CodeType, self_name: str = "") -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield each ``self.a.b`` of the code and of functions within, with the instruction that comes after all loads."""
-    self_name = self_name or (code.co_varnames[0] if code.co_argcount else "")
-    waiting: list[list[str]] = []
-    chain: list[str] | None = None
-    for instruction in dis.get_instructions(code):
-        kind, argument = instruction.opname, instruction.argval
-        if kind in _NOTHING:
-            continue
-        if chain is not None and kind in ("LOAD_ATTR", "LOAD_METHOD"):
-            chain.append(argument)
-            continue
-        chain = None
-        if not kind.startswith("LOAD_"):
-            yield from ((tuple(each), kind) for each in waiting if each)
-            waiting = []
-        if "LOAD_FAST" in kind or kind == "LOAD_DEREF":
-            if (argument[-1] if isinstance(argument, tuple) else argument) == self_name:
-                chain = []
-                waiting.append(chain)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType) and self_name in constant.co_freevars:
-            yield from _chains(constant, self_name)
+def _gives_same_numbers(name: str) -> bool:
+    """Return whether a method or attribute of a tensor of this name is a view or cast of it."""
+    op = canonical_name(name, "call_method")
+    return op is not None and (op.name == "to" or facts_of(op.name).view)
+
+
+def _calls_nothing(function: ast.expr) -> bool:
+    """Return whether what gets a module calls none of it: a class, a container's method, an initializer, ``len``."""
+    name = _name_of(function)
+    own = isinstance(function, ast.Name) and hasattr(builtins, name) and name not in _CALL_IT
+    within = {each.attr for each in ast.walk(function) if isinstance(each, ast.Attribute)}
+    return own or name[:1].isupper() or name in _KEEP or "init" in within or name.lstrip("_").startswith("init")
