@@ -18,8 +18,7 @@ from torch.fx import GraphModule
 from fxprec.capture.originals import has_signature
 from fxprec.errors import SlowDtypeWarning
 from fxprec.host_memory import keep_some_memory
-from fxprec.model.checks import check_module_overrides, refuse_unfit, settled_device
-from fxprec.model.method_names import named_methods
+from fxprec.model.checks import check_module_overrides, named_methods, refuse_unfit, settled_device
 from fxprec.model.module import attach
 from fxprec.model.swapped import put_back
 from fxprec.model.unscaled import handed_back, scales

@@ -279,6 +279,7 @@ def passed_frame() -> Any:
     return ConvertFrameReturn(frame_exec_strategy=again)
 
 
+@functools.cache
 def dynamo_classes() -> Any:
     """Classes of dynamo's that decide what it takes, and what it looks at before it uses a graph again."""
     with needed:

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.fx import GraphModule, symbolic_trace
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxprec.capture.symbolic.trace import propagate_shapes
 from fxprec.kernels.calls import sizes
 from fxprec.passes.context import Context
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.runner import PIPELINE, run_passes
-from fxprec.programs.shapes import propagate_shapes
 from two_ranks import two_ranks
 
 torch.set_num_threads(1)  # the tensors are tiny: threads cost more than they give, much more beside other work

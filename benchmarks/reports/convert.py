@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node, Tracer, symbolic_trace
 import fxprec
 import fxprec.programs.packed_weights
 from fxprec.capture.capturing import fewer_collections
-from fxprec.capture.symbolic.trace import trace_static
+from fxprec.capture.symbolic.trace import propagate_shapes, trace_static
 from fxprec.kernels.rows.program.layout import spec_of
 from fxprec.kernels.rows.run.derive import make_plan
 from fxprec.kernels.rows.run.region import FusedRegion
@@ -30,7 +30,6 @@ from fxprec.passes.fuse import fuse
 from fxprec.passes.insert_casts import actual_dtype
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.runner import PIPELINE, run_passes
-from fxprec.programs.shapes import propagate_shapes
 
 __all__ = [
     "ALL", "GROUPS", "REGIONS", "STANDS_ON", "WAYS", "Budget", "Mlp", "Stack", "budgets", "derivations", "exponent",

@@ -9,10 +9,13 @@ are there at the end are old at once: to walk through them once more, cold, take
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import inspect
 import threading
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, Final
 
 #: Held while a forward is traced or compiled. Both reach into state of the whole process: tracing patches nn.Module,
 #: compiling patches dynamo's configuration, and dynamo must see neither patch of the other.
@@ -67,3 +70,45 @@ def fewer_collections() -> Iterator[None]:
         if gc.get_threshold() != before:
             _age_all()
         gc.set_threshold(*before)
+
+
+@contextlib.contextmanager
+def replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes of modules and classes, and take every one back on the way out, whatever is raised."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in replacements:
+            stack.callback(_restore, owner, name, vars(owner).get(name, _restore))
+            setattr(owner, name, value)
+        yield
+
+
+def _restore(owner: ModuleType | type, name: str, value: Any) -> None:
+    if value is not _restore:
+        setattr(owner, name, value)
+    elif name in vars(owner):
+        delattr(owner, name)
+
+
+#: Owner, name, and what takes the place of the attribute of that name.
+Replacement = tuple[Any, str, Any]
+
+
+def instead_of(owner: Any, name: str, call: Callable[..., Any]) -> Replacement:
+    """Return the replacement of a method by ``call(original, *arguments)``, of a static one by a static one."""
+    original, is_static = getattr(owner, name), isinstance(inspect.getattr_static(owner, name), staticmethod)
+
+    @functools.wraps(original)  # dynamo names its guards after the methods that make them
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return call(original, *args, **kwargs)
+
+    return owner, name, staticmethod(method) if is_static else method
+
+
+def before(owner: Any, name: str, first: Callable[..., None]) -> Replacement:
+    """Return the replacement of a method before which ``first`` is called, with the same arguments."""
+
+    def both(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        first(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return instead_of(owner, name, both)

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from torch import nn
 
 from fxprec.capture.guard_values import is_container, is_plain, same, snapshot
-from fxprec.capture.trusted import is_torchs
+from fxprec.capture.user_code import is_torchs
 
 #: The dicts that nn.Module keeps its parts in.
 PARTS: Final = ("_modules", "_parameters", "_buffers")
@@ -216,6 +216,11 @@ def lacking(label: str, scope: Mapping[str, Any], names: Set[str]) -> Fact:
     return Fact(held.isdisjoint, frozenset(names), True, lambda: f"{label}{min(names & held, default='')} was set")
 
 
+def says(text: str) -> Callable[[], str]:
+    """Return what says this of a change."""
+    return lambda: text
+
+
 def none_found(found: Callable[[], list[Any]], words: Callable[[Any], str]) -> Fact:
     """Return the fact that nothing is found that must not be; ``words`` say of the first such what it is."""
     return Fact(call, found, [], lambda: words(found()[0]))
@@ -231,15 +236,10 @@ def unchanged_functions(functions: Mapping[FunctionType, tuple[Any, Any, Any]]) 
     Args:
         functions: each with its ``function_parts`` at capture.
     """
-    codes = [code for code, *_ in functions.values()]
+    for function, (code, *_) in functions.items():
+        yield Fact(_code_of, function, code, says(f"the code of {function.__qualname__} was replaced"))
     # Defaults are compared by identity: they may hold what cannot be compared.
     some = [(f, parts) for f, parts in functions.items() if (parts[1] or parts[2]) and not is_torchs(f)]
-
-    def recoded() -> str:
-        changed = (f for f, code in zip(functions, codes, strict=True) if f.__code__ is not code)
-        return f"the code of {next(changed).__qualname__} was replaced"
-
-    yield Fact(lambda known: [*map(_code_of, known)], [*functions], codes, recoded)
     if some:
         yield none_found(
             lambda: [f for f, (_, one, two) in some if f.__defaults__ is not one or f.__kwdefaults__ is not two],

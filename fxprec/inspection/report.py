@@ -52,8 +52,7 @@ from fxprec.inspection.rehearsal import HeldMemory, Rehearsal, rehearse
 from fxprec.inspection.risks import risks_of
 from fxprec.inspection.text import columns, in_one, plain, stacked, titled, without_advice, without_figures
 from fxprec.inspection.unnamed import unnamed_methods
-from fxprec.model.captured import Captured
-from fxprec.model.captured_graphs import in_present_mode, of_last_call
+from fxprec.model.captured import Captured, in_present_mode, of_last_call
 from fxprec.model.conversion import Conversion, conversion_of, is_converted
 from fxprec.model.graphs import captured_of, known_graphs
 from fxprec.page.render import framed, render

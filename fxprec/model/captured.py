@@ -1,16 +1,20 @@
-"""A captured graph, rewritten: what a capture gives, and a conversion keeps."""
+"""Keeps the rewritten graphs of one converted model, and what captures tell of them, and finds those asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Container
+import weakref
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
 
 from fxprec.capture.call_key import Constants
 from fxprec.capture.symbolic.guards import Guards
+from fxprec.model.method import Method
 from fxprec.passes.graph.annotations import notes, weight_path
+from fxprec.programs.call_form import CallForm, form_of_key
 from fxprec.programs.dynamo_programs import Calls, modes_of
 from fxprec.programs.program import Program
 
@@ -56,3 +60,102 @@ class Captured:
             if known and node.meta.get("dtype", tensors[path].dtype) != tensors[path].dtype:
                 return False
         return True
+
+
+class CapturedGraphs(Sequence[Captured]):
+    """The graphs that calls can reach, in the order of their capture. Nobody else keeps a list."""
+
+    def __init__(self) -> None:
+        self._graphs: list[Captured] = []
+        #: Numbers of methods that nobody can call any more. Finalizers append, at any time.
+        self._gone: list[int] = []
+
+    def __iter__(self) -> Iterator[Captured]:
+        return iter(self._graphs)
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._graphs[index]
+
+    def add(self, captured: Captured) -> None:
+        """Keep one more."""
+        self._graphs.append(captured)
+
+    def drop(self, dead: Collection[Captured]) -> None:
+        """Forget graphs that no call can reach any more."""
+        self._graphs = [captured for captured in self._graphs if captured not in dead]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._graphs = []
+
+    def forget_with(self, function: Callable[..., object], method: Method) -> None:
+        """Forget the graphs of a function that was set on an instance when nobody can call it any more."""
+        weakref.finalize(function, self._gone.append, method.number).atexit = False
+
+    def drop_gone(self) -> None:
+        """Forget the graphs of functions that nobody can call any more."""
+        while self._gone:
+            number = self._gone.pop()
+            self._graphs = [captured for captured in self._graphs if captured.entry != number]
+
+    def of(self, method: Method) -> list[Captured]:
+        """Return those of one method."""
+        return [captured for captured in self._graphs if captured.entry == method.number]
+
+    def reached(self, methods: Iterable[tuple[Method, Method | None]]) -> list[Captured]:
+        """Return those that calls of the methods run.
+
+        Args:
+            methods: each with the one that a call reaches: itself, or a function set on the instance; None: none.
+        """
+        self.drop_gone()
+        numbers: set[int] = set()
+        for method, active in methods:
+            if active is not None:
+                numbers.add(active.number)
+            # A function set on the instance may call what was there before, unless its own graphs hold that too.
+            if active is None or not self.of(active):
+                numbers.add(method.number)
+        return [captured for captured in self._graphs if captured.entry in numbers]
+
+    def lowered_weights(self, model: nn.Module) -> list[str]:
+        """Return the names of the parameters that every graph so far reads in the low dtype only."""
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+        low = {id(tensors.get(name)) for captured in self._graphs for name in captured.program.low}
+        plain = {id(tensors.get(name)) for captured in self._graphs for name in captured.program.plain}
+        return [name for name, value in model.named_parameters() if id(value) in low - plain]
+
+
+def form_of(captured: Captured, methods: Iterable[Method]) -> CallForm | None:
+    """Return how a graph of one of these is called; None for one that takes and gives what dynamo left to it."""
+    if captured.calls is not None:
+        return captured.calls.form
+    method = next((each for each in methods if each.number == captured.entry), None)
+    return None if method is None or captured.key is None else form_of_key(method.signature, *captured.key)
+
+
+def in_present_mode(among: Iterable[Captured], methods: Iterable[Method]) -> list[Captured]:
+    """Return the graphs of the mode (training or not) that their method's module is in; where there is none, all."""
+    among = [*among]
+    training = {method.number: owner.training for method in methods if (owner := method.owner()) is not None}
+    fit = [captured for captured in among if training.get(captured.entry) == captured.training]
+    some = {captured.entry for captured in fit}
+    return [captured for captured in among if captured in fit or captured.entry not in some]
+
+
+def of_last_call(among: Iterable[Captured]) -> list[Captured]:
+    """Return for each method the graphs of its last call: an earlier one, of other sizes, may have run others.
+
+    Of static graphs, each of which is of a whole method, that is the one captured last.
+    """
+    numbered = [
+        (position if captured.calls is None else captured.calls.number, captured)
+        for position, captured in enumerate(among)
+    ]
+    last: dict[int, int] = {}
+    for number, captured in numbered:
+        last[captured.entry] = max(number, last.get(captured.entry, 0))
+    return [captured for number, captured in numbered if number == last[captured.entry]]

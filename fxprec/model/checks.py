@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -11,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
+from torch.jit import ScriptModule
 
-from fxprec.errors import ConversionError, ServiceWarning
+from fxprec.errors import ConversionError, ServiceWarning, did_you_mean
 from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.model.conversion import is_converted
+from fxprec.model.method import MethodName
 from fxprec.model.swapped import is_host
 from fxprec.passes.policy.policy import Policy
 from fxprec.settings import Settings, why_no_kernels
@@ -110,7 +114,7 @@ def _refuse_module(model: nn.Module) -> None:
             "the model is a torch.compile'd module: convert the original (model._orig_mod), "
             "with executor='inductor' to have it compiled"
         )
-    if isinstance(model, torch.jit.ScriptModule):
+    if isinstance(model, ScriptModule):
         raise ConversionError(
             f"{name} is a TorchScript module, whose graph fxprec cannot read: convert the eager model"
         )
@@ -178,3 +182,78 @@ def _refuse_weights(model: nn.Module) -> None:
         advice = "fxprec lowers float32 only; leave such a model as it is, or convert its float32 parts"
     such = first(lambda tensor: tensor.dtype in dtypes)
     raise ConversionError(f"all weights of {name} are {kinds} (such as {such!r}): {advice}")
+
+
+def named_methods(model: nn.Module, methods: Sequence[str]) -> tuple[str, ...]:
+    """The methods that a user named, each in one spelling: ``"vae.decode"``; a module stands for its forward.
+
+    Raises:
+        TypeError: not a sequence of strings.
+        ValueError: a name that the model does not have (with the nearest ones), no method of an object, one of
+            nn.Module's own, ``forward`` itself, or one name twice.
+        ConversionError: in a module whose class cannot be swapped.
+    """
+    if isinstance(methods, str) or not all(isinstance(name, str) for name in methods):
+        raise TypeError(f"methods={methods!r}: give a tuple of names, such as methods=('encode', 'vae.decode')")
+    if not methods:
+        return ()
+    paths = {id(module): path for path, module in model.named_modules()}
+    found: dict[str, str] = {}
+    for text in methods:
+        name = str(_resolved(model, text, paths))
+        if name in found:
+            both = f"{found[name]!r} and {text!r} are the same method" if found[name] != text else f"{text!r} twice"
+            raise ValueError(f"methods={tuple(methods)!r}: {both}, {name}: name it once")
+        found[name] = text
+    return tuple(found)
+
+
+def _resolved(model: nn.Module, text: str, paths: dict[int, str]) -> MethodName:
+    owner, left = model, text.split(".")
+    while left and isinstance(child := getattr(owner, left[0], None), nn.Module):
+        if id(child) not in paths:
+            raise ValueError(f"methods: {text!r}: {left[0]!r} is a module, but no submodule of {type(model).__name__}")
+        owner, left = child, left[1:]
+    path = paths[id(owner)]
+    if len(left) > 1:
+        known = [name for name, _ in owner.named_children()]
+        raise ValueError(
+            f"methods: {text!r}: {_called(model, path)} has no submodule {left[0]!r}{did_you_mean(left[0], known)}"
+        )
+    name = left[0] if left else "forward"
+    if not path and name == "forward":
+        raise ValueError(f"methods: {text!r}: forward itself is always converted; leave it out")
+    _check(model, owner, path, name, text)
+    return MethodName(path, name)
+
+
+def _check(model: nn.Module, owner: nn.Module, path: str, name: str, text: str) -> None:
+    where = f"methods: {text!r}: {_called(model, path)}"
+    found = inspect.getattr_static(owner, name, None)
+    if name != "forward" and hasattr(nn.Module, name):
+        raise ValueError(f"{where}: {name} is a method of every nn.Module: give one of the model's own")
+    if found is None:
+        known = [*_own_methods(owner), *(child for child, _ in owner.named_children())]
+        raise ValueError(f"{where} has no method {name!r}{did_you_mean(name, known)}")
+    for kind, words in ((staticmethod, "a static method"), (classmethod, "a class method"), (property, "a property")):
+        if isinstance(found, kind):
+            raise ValueError(
+                f"{where}.{name} is {words}, which does not run on the module: "
+                "name the method that calls it, or make it a method"
+            )
+    if not callable(found) or isinstance(found, type):
+        raise ValueError(f"{where}.{name} is no method but an object ({type(found).__name__})")
+    for kind, why in ((GraphModule, "a GraphModule, whose class fx writes to"), (ScriptModule, "a TorchScript module")):
+        if path and isinstance(owner, kind):
+            raise ConversionError(f"{where} is {why}: name a method of the model that calls it")
+
+
+def _own_methods(owner: nn.Module) -> Iterator[str]:
+    """Names of what the user's classes define, and could be named."""
+    for cls in type(owner).__mro__:
+        if not cls.__module__.startswith("torch."):
+            yield from (name for name, value in vars(cls).items() if inspect.isfunction(value) and name[:2] != "__")
+
+
+def _called(model: nn.Module, path: str) -> str:
+    return f"{type(model).__name__}.{path}" if path else type(model).__name__

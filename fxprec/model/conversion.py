@@ -27,16 +27,13 @@ from fxprec.errors import (
 )
 from fxprec.kernels.launch.observers import TRANSFORM, unwatched, watcher
 from fxprec.kernels.launch.operands import LOW_DTYPES
-from fxprec.kernels.torch_internals import is_fx_tracing
-from fxprec.model.captured import Captured
-from fxprec.model.captured_graphs import CapturedGraphs
+from fxprec.model.captured import Captured, CapturedGraphs
 from fxprec.model.dynamic import LeftToNet, Resources
 from fxprec.model.entry_point import MOST_RESTARTS, CallWatcher, EntryPoint
 from fxprec.model.messages import Messages
-from fxprec.model.method_names import MethodName
+from fxprec.model.method import Call, MethodName, twin_of
 from fxprec.model.net import RUNS_FP32, inside_net
 from fxprec.model.static import OtherDtypes, StaticEntry
-from fxprec.model.twins import twin_of
 from fxprec.passes.fuse import region_names
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.subgraphs import every_graph
@@ -81,6 +78,7 @@ class Conversion(Resources):
         self.captured = CapturedGraphs()
         self._numbers = itertools.count()
         self.methods = {name: self.entry_point(name) for name in ("forward", *settings.methods)}
+        self._lowered = settings.policy.lowers_parameters
         self.calls = 0
         self.bypassed = 0
         self.frozen = frozen
@@ -113,13 +111,15 @@ class Conversion(Resources):
 
     def __call__(self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of a method of ``module``."""
+        model: Any = self.module()
+        call = Call(entry, model, module, args, kwargs)
         if self.bypassed:
-            return entry.unbound(entry.stand_in(module), *args, **kwargs)
+            return call.untouched()
         if torch.compiler.is_exporting():
             raise self.messages.traced(
                 "torch.export", "torch.export.export(fxprec.graph_module(model), inputs), or torch.onnx.export likewise"
             )
-        if is_fx_tracing() and any(isinstance(a, Proxy) for a in (*args, *kwargs.values())):
+        if any(map(isinstance, (*args, *kwargs.values()), itertools.repeat(Proxy))):
             raise self.messages.traced(
                 "torch.fx.symbolic_trace",
                 "it is fxprec.graph_module(model). For torchvision's create_feature_extractor and others that take a "
@@ -127,65 +127,61 @@ class Conversion(Resources):
             )
         if torch.is_autocast_enabled(self.settings.device) and not inside_net():
             self.messages.warn_autocast("called under")
-        model = self.module()
         if model is None or module is not entry.owner():
-            return self.run_in_net(entry, module, args, kwargs, "a replica of the converted module")
+            return self.run_in_net(call, "a replica of the converted module")
         if self.frozen is not None and module.training and torch.is_grad_enabled():
             self.refuse_if_frozen("a training forward")
         if not self.settled and any(map(is_lazy, model.parameters())):
             self.start_over()  # what was declined now may be captured at the next call
-            return self.run_in_net(
-                entry, module, args, kwargs, "lazy modules take their shapes, and classes, from a first call"
-            )
+            return self.run_in_net(call, "lazy modules take their shapes, and classes, from a first call")
         if entry.new:
             entry.new = False
-            return self.run_in_net(entry, module, args, kwargs, _NEW)
+            return self.run_in_net(call, _NEW)
         if entry.code_changed:
             entry.start_over()
             self.captured.drop(self.captured.of(entry))
         if self.watcher is not None and torch.is_grad_enabled():
-            return self.watcher.call(entry, args, kwargs, lambda: self._run_call(entry, model, module, args, kwargs))
-        return self._run_call(entry, model, module, args, kwargs)
+            return self.watcher.call(entry, args, kwargs, lambda: self._run_counted(entry, call))
+        return self._run_counted(entry, call)
 
-    def _run_call(
-        self, entry: EntryPoint, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """A call of the model, or of a module in it, that graphs are for."""
-        self.store.begin(model)
+    def _run_counted(self, entry: EntryPoint, call: Call) -> Any:
+        """Run a call that graphs are for."""
+        self.store.begin(call.model)
         self.calls += 1
-        output = self._run(entry, model, module, args, kwargs)
-        self.check_policy(model)
+        output = self._run(entry, call)
+        if not self._policy_checked:
+            self.check_policy(call.model)
         if not self.settled:
             self.settled, self.undo = True, None
-        return self.restored(output, args, kwargs) if self.restores else output
+        lowered = self._lowered or self.frozen is not None
+        return self.restored(output, call) if lowered and self.settings.keep_output_dtype else output
 
     @property
     def restores(self) -> torch.dtype | None:
         """The low dtype, where weights have it that were FP32 in the original program: the graphs cannot tell."""
-        lowered = self.frozen is not None or self.settings.policy.lowers_parameters
+        lowered = self._lowered or self.frozen is not None
         return self.settings.dtype if lowered and self.settings.keep_output_dtype else None
 
-    def _run(
-        self, entry: EntryPoint, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run(self, entry: EntryPoint, call: Call) -> Any:
+        """Run a call on a static graph if there can be one, else on dynamo's."""
         static = entry.static
         if entry.steps is not None:
             reason = CaptureDeclined(f"{entry.called_here} is {entry.steps}, which runs after the call")
             self._refuse_if_symbolic(entry, reason)
-            output = self.run_in_net(entry, module, args, kwargs, reason.reason)
+            output = self.run_in_net(call, reason.reason)
             if not entry.called:
                 self.messages.warn_nothing_captured(entry, self.net)
             entry.called = True
             return output
         if static.allowed:
             try:
-                names, constants, tensors = call_key(entry.signature, args, kwargs)
-                found = static.find(names, constants, tensors)
-                if found is None and self._became_low(model):
-                    return self._run_low(entry, module, args, kwargs)
+                names, constants, tensors = call_key(entry.signature, call.args, call.kwargs)
+                found, is_another = static.find(names, constants, tensors)
+                if found is None and self._became_low(call.model):
+                    return self._run_low(entry, call)
                 if found is None:
-                    found = self._trace(entry, model, names, constants, tensors)
-                elif static.turn_to(found):  # what it reads of the model changed: its weights may have, unseen
+                    found = self._trace(entry, call.model, names, constants, tensors)
+                elif is_another:  # what it reads of the model changed: its weights may have, unseen
                     self.store.mark_stale()
             except CaptureDeclined as reason:
                 self._refuse_if_symbolic(entry, reason)
@@ -194,30 +190,29 @@ class Conversion(Resources):
                     return found.run(self.store, tensors)
                 except OtherDtypes:
                     self.captured.drop(static.retire(found))
-                return self._run(entry, model, module, args, kwargs)
-        return self._run_dynamic(entry, model, module, args, kwargs)
+                return self._run(entry, call)
+        return self._run_dynamic(entry, call)
 
-    def _run_dynamic(
-        self, entry: EntryPoint, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if self._became_low(model):
-            return self._run_low(entry, module, args, kwargs)
+    def _run_dynamic(self, entry: EntryPoint, call: Call) -> Any:
+        if self._became_low(call.model):
+            return self._run_low(entry, call)
+        # What dynamo cannot run now, or must not, runs in the net.
         why = dynamo.why_not_now() or entry.hooks.late
         if why is None and self.settings.policy.level == "O0":  # equal bit for bit
-            why = fused_path(module)
+            why = fused_path(call.module)
         if why is None and (what := entry.out_of_date) is not None:
             if entry.restarts < MOST_RESTARTS:
                 self._renew(entry)
-                return self._run(entry, model, module, args, kwargs)
+                return self._run(entry, call)
             why = f"{what}, after {MOST_RESTARTS} changes of that kind"
         if why is not None:
-            return self.run_in_net(entry, module, args, kwargs, why, low=not self._norm_is_transformed(model))
+            return self.run_in_net(call, why, low=not self._norm_is_transformed(call.model))
         dynamic = entry.dynamic
         known, calls, first, entry.called = len(self.net), self.calls, not entry.called, True
         try:
-            output = dynamic.run(model, entry.stand_in(module), args, kwargs)
+            output = dynamic.run(call)
         except LeftToNet as reason:
-            return self.run_in_net(entry, module, args, kwargs, str(reason))
+            return self.run_in_net(call, str(reason))
         finally:
             if dynamic.found or dynamic.net_notes:
                 self._take_found(entry)
@@ -227,7 +222,7 @@ class Conversion(Resources):
             self.messages.warn_nothing_captured(entry, self.net)
         if is_stepwise(output):
             self.in_net(f"what {entry.called_here} returns", f"a {type(output).__name__}, which runs after the call")
-        return self.restored(output, args, kwargs) if self.net else output
+        return self.restored(output, call) if self.net else output
 
     def _renew(self, entry: EntryPoint) -> None:
         """Forget what dynamo captured, and what is said of it: it is out of date."""
@@ -247,58 +242,53 @@ class Conversion(Resources):
 
     def _became_low(self, model: nn.Module) -> bool:
         """Return whether all weights are low since ``model.half()`` or the like: a model that convert would refuse."""
-        if self.frozen is not None or self.settings.policy.lowers_parameters:
+        if self._lowered or self.frozen is not None:
             return False
         weights = (parameter for parameter in model.parameters() if parameter.is_floating_point())
         are_low = (weight.dtype in LOW_DTYPES for weight in weights)
         return next(are_low, False) and all(are_low)  # mostly the first one is not
 
-    def _run_low(self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_low(self, entry: EntryPoint, call: Call) -> Any:
         self.in_net(entry.whole, "its weights are low themselves by now: it runs in their dtype, as it stands")
-        return entry.unbound(entry.stand_in(module), *args, **kwargs)
+        return call.untouched()
 
     def _norm_is_transformed(self, model: nn.Module) -> bool:
         """Return whether a transform of ``torch.func`` would meet a norm of low values with FP32 weights."""
-        if self.frozen is not None or self.settings.policy.lowers_parameters or watcher(TRANSFORM) is None:
+        if self._lowered or self.frozen is not None or watcher(TRANSFORM) is None:
             return False
         return any(isinstance(module, NormBase | nn.LayerNorm | nn.GroupNorm) for module in model.modules())
 
-    def run_in_net(
-        self,
-        entry: EntryPoint,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        why: str,
-        low: bool = True,
-    ) -> Any:
-        """The original method under torch.autocast: lowered, though not by our graphs. Recorded.
+    def run_in_net(self, call: Call, why: str, low: bool = True) -> Any:
+        """Run the original method under torch.autocast: lowered, though not by our graphs. Recorded.
 
         Args:
+            call: the call.
+            why: it has no graph.
             low: False: without autocast.
         """
         if not low:
             why = f"{why}; {RUNS_FP32} torch.func has no derivatives of a norm of low values with FP32 weights"
         with self.net_context() if low else contextlib.nullcontext():
-            output = entry.unbound(entry.stand_in(module), *args, **kwargs)
-        self.in_net(entry.whole, why)
-        return self.restored(output, args, kwargs)
+            output = call.untouched()
+        self.in_net(call.method.whole, why)
+        return self.restored(output, call)
 
     def in_net(self, where: str, why: str) -> None:
         """Record what runs outside our graphs."""
         self.net.setdefault(where, why)
 
-    def restored(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def restored(self, output: Any, call: Call) -> Any:
         """Low outputs as FP32, unless the caller passed low inputs, or wants them as they come.
 
         Of outputs that run later, step by step, each step is in the net, and what it gives is restored.
         """
         if type(output) is torch.Tensor and output.dtype is not self.settings.dtype:
             return output  # as mostly: a model of a few microseconds notices the rest
-        as_it_comes = not self.settings.keep_output_dtype or has_low_input((args, kwargs), self.settings.dtype)
+        low = self.settings.dtype
+        as_it_comes = not self.settings.keep_output_dtype or has_low_input((call.args, call.kwargs), low)
 
         def restore(value: Any) -> Any:
-            return value if as_it_comes else restore_dtypes(value, self.settings.dtype)
+            return value if as_it_comes else restore_dtypes(value, low)
 
         return stepwise(restore(output), self.net_context, restore)
 
@@ -317,7 +307,7 @@ class Conversion(Resources):
         """
         static = entry.static
         with CAPTURING, unwatched(), fewer_collections():
-            if (found := static.find(names, constants, tensors)) is not None:  # another thread was at it
+            if (found := static.find(names, constants, tensors)[0]) is not None:  # another thread was at it
                 return found
             try:
                 root, method = self._traceable(entry, model)

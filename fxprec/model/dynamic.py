@@ -3,7 +3,7 @@
 A forward that symbolic tracing cannot take is captured at its first call. Every graph that dynamo finds is rewritten;
 what it leaves to the interpreter runs under ``torch.autocast`` in the same dtype and is recorded: nothing is silently
 FP32. dynamo traces under autocast too, where tensors are low that are FP32 in the original program: dtypes that the
-forward asks of them are followed (``capture/dynamo/tensor_dtypes.py``).
+forward asks of them are followed (``capture/dynamo/as_original.py``).
 
 Modules of ``torch.nn`` that FSDP shards by themselves need a frame of their own: a call of a sharded module is a graph
 break, for its hooks, and what comes next is the frame of its ``forward``. Of a class of the user's dynamo captures it;
@@ -26,10 +26,10 @@ from torch.fx import GraphModule
 from fxprec.capture.capturing import CAPTURING
 from fxprec.capture.dynamo import analysis as dynamo
 from fxprec.capture.dynamo.graph import own_copy, own_graph
+from fxprec.capture.originals import Wrappers
 from fxprec.kernels.torch_internals import is_fx_tracing
-from fxprec.model.method import Method
+from fxprec.model.method import Call, Method
 from fxprec.model.net import RUNS_AS_TOLD, RUNS_FP32, Net, turn_off, under_others, without_net
-from fxprec.model.wrappers import Wrappers
 from fxprec.passes.graph.annotations import SPARSE
 from fxprec.programs.call_form import form_of_call
 from fxprec.programs.dynamo_programs import ArgumentProgram, Calls, ProgramsByMemory, Ran
@@ -119,34 +119,35 @@ class DynamicGraphs:
         #: What runs the graphs: dynamo keeps what it was given for good, which knows them weakly.
         self._programs: list[ProgramsByMemory] = []
 
-    def run(self, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the graphs for this call of a method of ``module``, which is in ``model``, capturing them if need be.
+    def run(self, call: Call) -> Any:
+        """Run the graphs for a call, capturing them if need be.
 
         Raises:
             LeftToNet: dynamo cannot take it; nothing ran.
         """
         capture = self._capture
+        module = self._method.stand_in(call.module)
+        call = call._replace(module=module)
         if capture is None:
             with CAPTURING:
-                self._model = weakref.ref(model)
-                capture = self._capture = self._capture or dynamo.DynamoCapture(self._method.unbound, self, model)
+                self._model = weakref.ref(call.model)
+                capture = self._capture = self._capture or dynamo.DynamoCapture(self._method.unbound, self, call.model)
         if not self._sparse and not self._resources.settings.policy.lowers_parameters:
-            known = () if self._sparse is False else (*model.parameters(), *model.buffers())
-            self._sparse = _any_sparse((*known, *args, *kwargs.values()))
+            known = () if self._sparse is False else (*call.model.parameters(), *call.model.buffers())
+            self._sparse = _any_sparse((*known, *call.args, *call.kwargs.values()))
         with self._ran.noted() as ran:
-            output = self._run(capture, model, module, args, kwargs)
+            output = self._run(capture, call)
             self._calls += 1
             for calls, inputs, results in ran:
                 calls.number = self._calls
                 calls.note_mode(module, self.watched)
                 if not calls.looked_at:
-                    named = next(iter(inspect.signature(self._method.unbound).parameters), ""), module
                     form_of = functools.partial(
                         form_of_call,
-                        model=model,
-                        owner=named,
+                        model=call.model,
+                        owner=(next(iter(inspect.signature(self._method.unbound).parameters), ""), module),
                         signature=self._method.signature,
-                        call=(args, kwargs),
+                        call=(call.args, call.kwargs),
                         inputs=inputs,
                         results=results,
                         output=output,
@@ -154,23 +155,16 @@ class DynamicGraphs:
                     calls.look(form_of)
         return output
 
-    def _run(
-        self,
-        capture: dynamo.DynamoCapture,
-        model: nn.Module,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _run(self, capture: dynamo.DynamoCapture, call: Call) -> Any:
         try:
             with contextlib.ExitStack() as stack:
                 if self._under_net and not self._sparse:
                     stack.enter_context(self._resources.net_context())
                 if self._resources.store.come_and_go:
-                    stack.enter_context(frames_of_shards(model))
-                return capture.call(module, *args, **kwargs)
+                    stack.enter_context(frames_of_shards(call.model))
+                return capture.call(call.module, *call.args, **call.kwargs)
         except RuntimeError as error:
-            return self._after(error, model, module, args, kwargs)
+            return self._after(error, call)
 
     def changed(self) -> str | None:
         """Return what is no longer as dynamo takes for granted, so that all has to be captured anew, or None."""
@@ -231,9 +225,7 @@ class DynamicGraphs:
             why = f"{why}; {RUNS_FP32} autocast has few kernels for sparse tensors"
         self.net_notes.setdefault(where, why)
 
-    def _after(
-        self, error: RuntimeError, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _after(self, error: RuntimeError, call: Call) -> Any:
         """Decide what to do about an error of a call: perhaps it was none of the model's own."""
         capture = self._capture
         assert capture is not None
@@ -243,21 +235,20 @@ class DynamicGraphs:
         if dynamo.met_a_trace(error):  # of another thread; it comes before anything has run
             with CAPTURING:
                 if not is_fx_tracing():  # else it is a trace of this thread's own
-                    return self._run(capture, model, module, args, kwargs)
+                    return self._run(capture, call)
         if not capture.failed_at_first(error):
             raise error  # A part of the forward ran, or all: it must not run again.
         if self._under_net:
             with contextlib.suppress(Exception):
-                return self._without_net(module, args, kwargs)
+                return self._without_net(call)
         raise LeftToNet(f"dynamo: {(str(error).splitlines() or [type(error).__name__])[0]}")
 
-    def _without_net(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _without_net(self, call: Call) -> Any:
         """Capture as a whole, with autocast off, what eager autocast cannot run (mixed dtypes in scatter_add)."""
-        model = self._model and self._model()
-        capture = dynamo.DynamoCapture(self._method.unbound, self, model, fullgraph=True)
+        capture = dynamo.DynamoCapture(self._method.unbound, self, call.model, fullgraph=True)
         found, notes = [*self.found], {**self.net_notes}
         try:
-            output = capture.call(module, *args, **kwargs)
+            output = capture.call(call.module, *call.args, **call.kwargs)
         except BaseException:
             self.found, self.net_notes = found, notes
             raise

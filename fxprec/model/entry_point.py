@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from fxprec.capture.originals import marked
 from fxprec.capture.symbolic.guards import HOOKS
 from fxprec.model.dynamic import DynamicGraphs, Resources
-from fxprec.model.method import Method
-from fxprec.model.method_names import MethodName
+from fxprec.model.method import Method, MethodName
 from fxprec.model.static import StaticGraphs
 from fxprec.torch_internals import global_hooks
 

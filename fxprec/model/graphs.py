@@ -6,8 +6,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from fxprec.errors import NotCapturedError
-from fxprec.model.captured import Captured
-from fxprec.model.captured_graphs import form_of
+from fxprec.model.captured import Captured, form_of
 from fxprec.model.conversion import Conversion, conversion_of, is_converted
 from fxprec.passes.graph.annotations import notes
 from fxprec.programs.graph_modules import made_presentable

@@ -1,23 +1,81 @@
-"""An untouched method of a module, as its entry point runs and watches it."""
+"""An untouched method of a module, as its entry point runs and watches it.
+
+A conversion swaps the class of the model, and ``type(self)`` tells: ``super(type(self), self)`` finds the forward in
+which it stands, ``type(self) is Net`` is false, ``type(self).calls += 1`` writes to another class. So symbolic traces
+run on a twin, an object of the user's own class with the very same attributes, and so does all other code that asks for
+the class. The model itself stays as it is: other threads call it.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
-from operator import attrgetter, is_
-from types import FunctionType
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import is_
+from types import CodeType, FunctionType
+from typing import Any, Final, NamedTuple
 
 from torch import nn
 
+from fxprec.capture.code_reads import names_in
+from fxprec.capture.facts import function_parts
 from fxprec.capture.originals import defined_method, original_class, unbound_method
 from fxprec.capture.stepwise import steps_of
-from fxprec.model.method_names import MethodName
-from fxprec.model.twins import asks_for_class, twin_of
+from fxprec.capture.user_code import is_library
 
-_PARTS: Final = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_ASKED_BY: Final = frozenset({"type", "__class__"})
+
+
+def twin_of(module: nn.Module) -> nn.Module:
+    """A new one."""
+    twin = object.__new__(original_class(module))
+    object.__setattr__(twin, "__dict__", module.__dict__)
+    return twin
+
+
+def asks_for_class(cls: type) -> bool:
+    """Return whether code of a class, or a function that it calls by a global name, may ask for an object's class."""
+    bases = (base for base in cls.__mro__ if not (is_library(base) or base is object))
+    seen: set[CodeType] = set()
+    return any(_asks(function, seen) for base in bases for function in _functions(base))
+
+
+def _asks(function: FunctionType, seen: set[CodeType]) -> bool:
+    if function.__code__ in seen or is_library(function):
+        return False
+    seen.add(function.__code__)
+    names = names_in(function.__code__)
+    if not _ASKED_BY.isdisjoint(names):
+        return True
+    called = (function.__globals__.get(name) for name in names)
+    return any(isinstance(value, FunctionType) and _asks(value, seen) for value in called)
+
+
+def _functions(cls: type) -> Iterator[FunctionType]:
+    """Yield the functions in a class's namespace, in whatever descriptor."""
+    for value in vars(cls).values():
+        for each in (value, *(getattr(value, name, None) for name in ("__func__", "fget", "func", "__wrapped__"))):
+            if isinstance(each, FunctionType):
+                yield each
+
+
+@dataclass(frozen=True, slots=True)
+class MethodName:
+    """A method: the path of its module in the model ("" for the model itself), and its name there."""
+
+    path: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    @classmethod
+    def parse(cls, text: str) -> MethodName:
+        """The inverse of ``str``."""
+        path, _, name = text.rpartition(".")
+        return cls(path, name)
 
 
 class Method:
@@ -50,7 +108,7 @@ class Method:
         self._twin: nn.Module | None = None
         self._function = getattr(self.original_class, self.name.name, None)
         self._defined = defined_method(self.original_class, self.name.name)
-        self._code = _parts_of(self._function)
+        self._code = function_parts(self._function) if type(self._function) is FunctionType else None
         for name in ("signature", "steps", "_asks_for_class"):
             self.__dict__.pop(name, None)
 
@@ -62,7 +120,7 @@ class Method:
         function = getattr(self.original_class, self.name.name, None)
         if function is not self._function:  # of some descriptors it is another one at each look
             return defined_method(self.original_class, self.name.name) is not self._defined
-        return not all(map(is_, _parts_of(function), self._code))
+        return self._code is not None and not all(map(is_, function_parts(function), self._code))
 
     def stand_in(self, module: nn.Module) -> nn.Module:
         """Return the object that the untouched method runs on: ``module``, or a twin where it may ask for the class."""
@@ -108,5 +166,21 @@ class Method:
         return "the forward" if self.key == "forward" else self.key
 
 
-def _parts_of(function: Any) -> tuple[Any, ...]:
-    return _PARTS(function) if type(function) is FunctionType else ()
+class Call(NamedTuple):
+    """A call of a method of a converted model.
+
+    Attributes:
+        method: what was called, as it was before the conversion.
+        model: the converted model.
+        module: the module of it that has the method.
+    """
+
+    method: Method
+    model: nn.Module
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def untouched(self) -> Any:
+        """Run the method as the user wrote it."""
+        return self.method.unbound(self.method.stand_in(self.module), *self.args, **self.kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter, getitem
+from operator import attrgetter, getitem, not_
 from typing import Any, Final
 
 import torch
@@ -13,13 +13,12 @@ from torch.overrides import get_overridable_functions
 
 from fxprec.capture.call_key import Constants
 from fxprec.capture.capturing import CaptureDeclined
-from fxprec.capture.symbolic.trace import StaticCapture, trace_static
+from fxprec.capture.symbolic.trace import StaticCapture, propagate_shapes, trace_static
 from fxprec.model.captured import Captured
 from fxprec.passes.fuse import largest_left, wants_sizes
 from fxprec.passes.fusion.regions import grows_to
 from fxprec.passes.graph.annotations import notes
 from fxprec.programs.memory import SharedMemory, constants_of, mark_shared
-from fxprec.programs.shapes import propagate_shapes
 from fxprec.shadows import ShadowStore
 
 #: Input dtypes for which a graph captured without inputs is right as it stands: its run-time tests tell them apart.
@@ -41,9 +40,9 @@ _Places = tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]
 #: Names of the arguments that are tensors, and the constants that the others are.
 _Key = tuple[tuple[str, ...], Constants]
 
-_Kind = tuple[torch.dtype, bool]
+_Kind = tuple[torch.dtype, bool, torch.layout]
 
-_dtype_of: Final = attrgetter("dtype")
+_dtype_of, _layout_of = attrgetter("dtype"), attrgetter("layout")
 
 
 class OtherDtypes(Exception):
@@ -54,13 +53,20 @@ class OtherDtypes(Exception):
 class StaticEntry:
     """Graph that is ready to run: guards, program, and where its weights are read from at each call.
 
-    Reading by (dict, key) makes functional_call, parametrizations and replaced tensors count. ``kinds``: the inputs'
-    kinds that it was rewritten for; None: FP32 floats were assumed. ``floats``: of each input whether it matters that
-    it is none that counts. ``memory``: how the inputs and the weights in
-    ``watched`` share memory; None: the graph writes to none of them. ``most``: where regions were left out because they
-    are small, elements of each input up to which they are (``regions``). ``wants_sizes``: regions would have been
-    left out if sizes had been known. ``layouts``: of the inputs, where one is sparse. ``single``: place in ``plain`` of
-    each tensor of one element -> its dimensions: one of none takes part in promotion otherwise than one of some.
+    Reading by (dict, key) makes functional_call, parametrizations and replaced tensors count.
+
+    Attributes:
+        low, plain: where the program's weights are.
+        low_dtypes, plain_dtypes: which they had at capture.
+        kinds: of the inputs, that it was rewritten for; None: FP32 floats were assumed.
+        floats: of each input whether it matters that it is none that counts.
+        watched: weights for which it matters how they share memory.
+        memory: how they and the inputs do; None: the graph writes to none of them.
+        most: where regions were left out because they are small, elements of each input up to which they are
+            (``regions``).
+        wants_sizes: regions would have been left out if sizes had been known.
+        single: place in ``plain`` of each tensor of one element -> its dimensions: one of none takes part in promotion
+            otherwise than one of some.
     """
 
     captured: Captured
@@ -74,7 +80,6 @@ class StaticEntry:
     memory: SharedMemory | None
     most: tuple[int, ...] | None
     wants_sizes: bool
-    layouts: tuple[torch.layout, ...] | None
     single: Mapping[int, int]
 
     @classmethod
@@ -104,17 +109,12 @@ class StaticEntry:
             memory,
             most,
             wanted,
-            _layouts(tensors or ()),
             {place: each.dim() for place, each in enumerate(map(getitem, *plain)) if each.numel() == 1},
         )
 
     def is_outgrown(self, tensors: tuple[Tensor, ...]) -> bool:
         """Return whether regions gain for inputs of these sizes that were left out."""
         return self.most is not None and any(x.numel() > most for x, most in zip(tensors, self.most, strict=True))
-
-    def has_gradients(self) -> bool:
-        """Return whether returned values have the gradients that a call now would record."""
-        return self.captured.gradients or not torch.is_grad_enabled()
 
     def replaces(self, other: StaticEntry) -> bool:
         """Return whether no call is better served by the other, for what is known of sizes."""
@@ -126,18 +126,20 @@ class StaticEntry:
         """Return whether inputs have the dtypes that the graph was rewritten for, what tracing read still holds, and
         inputs and weights share memory as those did where that matters; and sizes are as its regions want them."""
         if tensors is not None:
-            if self.wants_sizes or self.is_outgrown(tensors) or not self.has_gradients():
+            if self.wants_sizes or (self.most is not None and self.is_outgrown(tensors)):
                 return False
-            if self.kinds is None:
-                for tensor, taken_for_float in zip(tensors, self.floats, strict=True):
-                    if tensor.dtype not in _ASSUMED or not tensor.dim():
+            if torch.is_grad_enabled() and not self.captured.gradients:  # what is returned would have none
+                return False
+            kinds = _kinds(tensors)
+            if self.kinds is not None:
+                if self.kinds != kinds:
+                    return False
+            else:
+                for (dtype, is_number, layout), taken_for_float in zip(kinds, self.floats, strict=True):
+                    if dtype not in _ASSUMED or is_number or layout is not torch.strided:
                         return False
-                    if taken_for_float and tensor.dtype in _COUNTS:
+                    if taken_for_float and dtype in _COUNTS:
                         return False
-            elif self.kinds != _kinds(tensors):
-                return False
-            if self.layouts != _layouts(tensors):
-                return False
         if not self.captured.guards.hold():  # type: ignore[union-attr]
             return False
         # The guards know now that every weight is in its place.
@@ -183,23 +185,20 @@ class StaticGraphs:
 
     def find(
         self, names: tuple[str, ...], constants: Constants, tensors: tuple[Tensor, ...] | None
-    ) -> StaticEntry | None:
-        """The graph that serves a call, if there is one."""
-        return next((entry for entry in self._entries.get((names, constants), ()) if entry.serves(tensors)), None)
+    ) -> tuple[StaticEntry | None, bool]:
+        """Return the graph that serves a call, if there is one, and whether another one served the last such call."""
+        known = self._entries.get((names, constants), [])
+        for place, entry in enumerate(known):
+            if entry.serves(tensors):
+                if place:  # the next calls are mostly like this one
+                    known.insert(0, known.pop(place))
+                return entry, place > 0
+        return None, False
 
     def outgrown(self, names: tuple[str, ...], constants: Constants, tensors: tuple[Tensor, ...] | None) -> bool:
         """Return whether a graph for such calls was for smaller inputs: the next one has all its regions."""
         known = self._entries.get((names, constants), ())
         return tensors is not None and any(entry.is_outgrown(tensors) for entry in known)
-
-    def turn_to(self, entry: StaticEntry) -> bool:
-        """Calls like this one are served by that graph now. Returns whether another one served the last of them."""
-        entries = self._entries[entry.captured.key]  # type: ignore[index]
-        if entries[0] is entry:
-            return False
-        entries.remove(entry)
-        entries.insert(0, entry)
-        return True
 
     def trace(
         self,
@@ -283,16 +282,8 @@ class StaticGraphs:
 
 
 def _kinds(tensors: tuple[Tensor, ...]) -> list[_Kind]:
-    """Return of each tensor what promotion goes by: its dtype, and whether it has no dimension."""
-    return [(tensor.dtype, not tensor.dim()) for tensor in tensors]
-
-
-def _layouts(tensors: tuple[Tensor, ...]) -> tuple[torch.layout, ...] | None:
-    """Return the layouts of tensors of which one is sparse; None for dense ones."""
-    for tensor in tensors:
-        if tensor.layout is not torch.strided:
-            return tuple(each.layout for each in tensors)
-    return None
+    """Return of each tensor what promotion goes by, its dtype and whether it has no dimension; and its layout."""
+    return [*zip(map(_dtype_of, tensors), map(not_, map(Tensor.dim, tensors)), map(_layout_of, tensors), strict=True)]
 
 
 def _places(owners: Mapping[str, Mapping[str, Any]], targets: tuple[str, ...]) -> _Places:

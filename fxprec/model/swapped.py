@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,12 +20,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from fxprec.capture.originals import ORIGINAL, mark, original_class, original_function, unbound_method
+from fxprec.capture.originals import NOT_TRACED, ORIGINAL, mark, original_class, original_function, unbound_method
 from fxprec.capture.user_code import user_level
 from fxprec.errors import CaptureError, ConversionError, NotLoweredWarning, PolicyError
 from fxprec.model.conversion import STATE, Conversion
 from fxprec.model.entry_point import ENTRY, EntryPoint, entry_of
-from fxprec.model.wrappers import NOT_TRACED
 from fxprec.torch_internals import hide_from_dynamo, set_eval_frame
 
 #: In the namespace of a host's class: what gives the conversion, while it lives.
@@ -205,7 +205,7 @@ def _conversion_at(module: nn.Module) -> Conversion | None:
 
 def _enter_method(key: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call of a method of the class."""
-    conversion = _conversion_at(module)
+    conversion = module.__dict__.get(STATE) or _conversion_at(module)
     if conversion is None:  # a method that was kept from before ``revert``
         return unbound_method(original_class(module), key.rpartition(".")[2])(module, *args, **kwargs)
     return _enter(conversion, conversion.methods[key], module, args, kwargs)
@@ -223,7 +223,8 @@ def _enter_function(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, 
 def _enter(
     conversion: Conversion, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if conversion.wrappers.traced_here:
+    tracing = conversion.wrappers.tracing
+    if tracing is not None and tracing == threading.get_ident():  # then the user's own functions run
         return entry.unbound(module, *args, **kwargs)
     outer = set_eval_frame(None)
     try:

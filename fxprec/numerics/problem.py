@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fxprec.capture.pytrees import leaves_of
 from fxprec.errors import ConversionError
+from fxprec.model.checks import named_methods
 from fxprec.model.conversion import conversion_of
-from fxprec.model.method_names import named_methods
 from fxprec.model.module import attach, take_off
 from fxprec.torch_internals import tree_map_only
 

@@ -6,6 +6,7 @@ It reads the model's own parameters and buffers, under the model's keys where a 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from operator import getitem
 from typing import Any, Final
@@ -16,13 +17,12 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxprec.capture.lazy_code import attach, attribute_path, keep_model_keys, with_code
+from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.passes.graph.annotations import Op, Precision, Rule, notes, weight_path
 from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.insert_casts import actual_dtype
-from fxprec.programs.call_form import Argument, CallForm, Made, Result, Step, Way
-from fxprec.programs.graph_calls import check_arguments, restored
+from fxprec.programs.call_form import Argument, CallForm, Made, Result, Step, Way, check_arguments, restored
 from fxprec.programs.program import run_checkpoints
-from fxprec.programs.shapes import state_dtypes
 
 
 def made_presentable(
@@ -36,7 +36,7 @@ def made_presentable(
         low: of its results, those of this dtype are to be FP32, as the model gives them.
         form: how it is to be called, and what it is to give; None: as it was captured.
     """
-    state_dtypes(gm)
+    _state_dtypes(gm)
     if form is not None and "formed" not in gm.meta:
         gm.meta["formed"] = True
         _Writer(gm, model, form).write()
@@ -54,6 +54,17 @@ def made_presentable(
     else:
         _follow(gm, model)
     return gm
+
+
+def _state_dtypes(gm: GraphModule) -> None:
+    """Give ``meta["val"]`` the dtypes of the rewritten graph, for who prints it: it was captured in the original's."""
+    for node in gm.graph.nodes:
+        precision, value = notes(node).precision, node.meta.get("val")
+        if precision.output is None or not isinstance(value, Tensor):
+            continue
+        if value.dtype in (torch.float32, *LOW_DTYPES) and value.dtype != precision.output:
+            with getattr(value, "fake_mode", contextlib.nullcontext()), torch.no_grad():
+                node.meta["val"] = value.to(precision.output)
 
 
 def _restore_results(gm: GraphModule, low: dtype) -> None:

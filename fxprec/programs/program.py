@@ -109,27 +109,31 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
             body.recompile()
     _bind_patched(graph)
     lifted = (LazyBase if executor == "eager" else GraphModule)(gm, graph, class_name="Program")
-    inductor = not isinstance(lifted, LazyBase)
-    function = torch.compile(lifted, backend="inductor") if inductor else _written_when_called(lifted)
-    if _has_mixed_norms(lifted):
-        function = _wide_under_transforms(function, lifted)
+    function = None if executor == "eager" else torch.compile(lifted, backend="inductor")
     named = {kind: tuple(path for k, path in slots if k == kind) for kind in ("low", "plain")}
     written = [node for node in gm.graph.nodes if notes(node).written]
     writes_weights = any(notes(node).kind == "parameter" for node in written)
-    function = without_autocast(function, device)
+    function = without_autocast(_runner(lifted, function), device)
     matters = {node.target for node in _written_or_copied(gm.graph)} if written else ()
     watched = tuple(target for target in named["plain"] if target in matters)
     return Program(function, named["low"], named["plain"], lifted, bool(written), watched, writes_weights)
 
 
-def _written_when_called(lifted: LazyBase) -> Callable[..., Any]:
-    """Return the forward of a graph module that writes its source at the first call: a tenth of a conversion."""
-    forward: Callable[..., Any] | None = None
+def _runner(lifted: GraphModule, compiled: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return the forward of a lifted graph, whose source is written at the first call: a tenth of a conversion.
+
+    Where ``torch.func`` transforms norms, or in forward mode, they compute in FP32: there torch's derivatives of mixed
+    ones do not run, or give FP32 tangents to low values.
+    """
+    mixed, forward, wide = _has_mixed_norms(lifted), compiled, None
 
     def run(*args: Any) -> Any:
-        nonlocal forward
+        nonlocal forward, wide
+        if mixed and watcher(TRANSFORM, DUAL) is not None:
+            wide = wide or _with_wide_norms(lifted).forward
+            return wide(*args)
         if forward is None:
-            lifted.real_recompile()
+            lifted.real_recompile()  # type: ignore[operator]  # of a lazy graph module
             forward = lifted.forward
         return forward(*args)
 
@@ -181,24 +185,6 @@ def _regions(gm: GraphModule) -> dict[str, FusedRegion]:
 def _has_mixed_norms(gm: GraphModule) -> bool:
     own = any(map(_is_mixed_norm, gm.graph.nodes))
     return own or any(_has_mixed_norms(region.graph_module) for region in _regions(gm).values())
-
-
-def _wide_under_transforms(function: Callable[..., Any], lifted: GraphModule) -> Callable[..., Any]:
-    """Compute norms in FP32 where ``torch.func`` transforms them, or in forward mode.
-
-    There torch's derivatives of mixed ones do not run, or give FP32 tangents to low values.
-    """
-    wide: Callable[..., Any] | None = None
-
-    def run(*args: Any) -> Any:
-        nonlocal wide
-        if watcher(TRANSFORM, DUAL) is None:
-            return function(*args)
-        if wide is None:
-            wide = _with_wide_norms(lifted).forward
-        return wide(*args)
-
-    return run
 
 
 def _with_wide_norms(lifted: GraphModule) -> GraphModule:

@@ -12,6 +12,7 @@ to wait for the answer; there two kernels compare and copy (``DeviceLook``), wit
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Final, Protocol
 
@@ -112,42 +113,32 @@ class HostLook:
         self._noted = self._numbers = torch.empty(0)
 
     def same(self) -> bool:
-        if watcher(ANY_MODE) is not None:  # which should see the ops of the model only
-            with unwatched():
-                return self._same()
-        return self._same()
+        with unwatched() if watcher(ANY_MODE) is not None else nullcontext():  # modes should see the model's ops only
+            return torch.equal(self._now(), self._read())
 
-    def _same(self) -> bool:
-        return torch.equal(self._now(), self._read())
+    def note(self) -> None:
+        with unwatched() if watcher(ANY_MODE) is not None else nullcontext():
+            now = self._now()
+            samples = now.view(torch.float32)  # as floats, for -0.0 is zero, too: a mask makes it of a negative number
+            zeros = len(samples) - int(samples.count_nonzero())
+            # With fewer zeros no weight has too many. An unchanged count: the last search found nothing better.
+            if zeros >= SAMPLES - _FEW and zeros != self._zeros:
+                self._zeros = zeros
+                few = samples.view(-1, SAMPLES).count_nonzero(1) <= _FEW
+                if few.any() and self._choose(few.nonzero().view(-1).tolist()):
+                    now = self._now()
+            noted = self._read()
+            if self._successive:
+                noted.copy_(now)
+            else:
+                self._samples.values.index_copy_(0, self._numbers, now)
 
     def _now(self) -> Tensor:
+        """Return the sampled elements as they are now."""
         if self._chosen != self._samples.chosen:
             self._chosen = self._samples.chosen
             self._places = places_of(chain.from_iterable(entry.samples for entry in self._entries))
         return words(self._places)
-
-    def note(self) -> None:
-        if watcher(ANY_MODE) is not None:
-            with unwatched():
-                self._note()
-        else:
-            self._note()
-
-    def _note(self) -> None:
-        now = self._now()
-        samples = now.view(torch.float32)  # as floats, for -0.0 is zero, too: a mask makes it of a negative number
-        zeros = len(samples) - int(samples.count_nonzero())
-        # With fewer zeros no weight has too many. An unchanged count: the last search found nothing better.
-        if zeros >= SAMPLES - _FEW and zeros != self._zeros:
-            self._zeros = zeros
-            few = samples.view(-1, SAMPLES).count_nonzero(1) <= _FEW
-            if few.any() and self._choose(few.nonzero().view(-1).tolist()):
-                now = self._now()
-        noted = self._read()
-        if self._successive:
-            noted.copy_(now)
-        else:
-            self._samples.values.index_copy_(0, self._numbers, now)
 
     def _choose(self, numbers: Iterable[int]) -> bool:
         """Sample nonzero elements of these weights from now on; return whether any samples changed."""

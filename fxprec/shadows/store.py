@@ -26,23 +26,102 @@ version counter of its own: two forwards before one backward (a GAN, siamese tow
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, compress
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fxprec.host_reads import capturing
-from fxprec.shadows.cached_read import CachedRead
 from fxprec.shadows.entry import Entry, is_lasting, is_traced, stale
 from fxprec.shadows.low_gradients import refuse_ddp, widen, wish_for
 from fxprec.shadows.samples import Look, Samples, look_at, note, same, samples_of
 from fxprec.torch_internals import foreach_copy_, sharded_modules
+
+_version = operator.attrgetter("_version")
+_requires_grad = operator.attrgetter("requires_grad")
+_shape = operator.attrgetter("shape")
+_variable = operator.attrgetter("variable")
+_pointer = Tensor.data_ptr
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRead:
+    """Shadows of a list of weights, and the weights' metadata when they were copied.
+
+    Attributes:
+        shadows, aliases: of each weight; an alias shares the storage of the shadow but not its version counter.
+        distinct: number of different weights.
+        device: of all of them; None if there are several.
+        edges: AccumulateGrad nodes of the weights that require gradients.
+        looks: comparisons of sampled elements, which show writes past the version counters.
+    """
+
+    shadows: list[Tensor]
+    aliases: list[Tensor]
+    distinct: int
+    device: torch.device | None
+    versions: list[int]
+    pointers: list[int]
+    shapes: list[torch.Size]
+    requires_grad: list[bool]
+    edges: list[Any]
+    looks: Sequence[Look] = ()
+
+    @classmethod
+    def of(cls, weights: Sequence[Tensor], entries: Sequence[Entry], looks: Sequence[Look] = ()) -> CachedRead:
+        """Return the cached read of weights whose shadows are up to date."""
+        devices = {weight.device for weight in weights}
+        return cls(
+            [entry.shadow for entry in entries],
+            [entry.alias for entry in entries],
+            len({*map(id, weights)}),
+            devices.pop() if len(devices) == 1 else None,
+            [entry.version for entry in entries],
+            [*map(_pointer, weights)],
+            [*map(_shape, weights)],
+            [*map(_requires_grad, weights)],
+            [entry.edge for entry in entries if entry.edge is not None],
+            looks,
+        )
+
+    def holds(self, weights: Sequence[Tensor]) -> bool:
+        """Return whether no weight shows a change. Addresses are compared first: samples are read at them."""
+        return (
+            [*map(_version, weights)] == self.versions
+            and [*map(_pointer, weights)] == self.pointers
+            and same(self.looks)
+        )
+
+    def fits(self, weights: Sequence[Tensor]) -> bool:
+        """Return whether the shadows still belong to the weights' memory, shapes and autograd nodes."""
+        return (
+            [*map(_pointer, weights)] == self.pointers
+            and [*map(_shape, weights)] == self.shapes
+            and [*map(_requires_grad, weights)] == self.requires_grad
+            # swap_tensors exchanges what is inside two tensors: the edge then leads to the other one.
+            and all(map(operator.is_, map(_variable, self.edges), compress(weights, self.requires_grad)))
+        )
+
+    def changed(self, weights: Sequence[Tensor]) -> bool | None:
+        """Return whether all versions changed (True) or none (False); None if only some did."""
+        # Lists compared by C loops: a call of Python for each weight would take longer than its copy.
+        same = [*map(operator.eq, map(_version, weights), self.versions)]
+        return None if any(same) and not all(same) else not any(same)
+
+    def note_versions(self, weights: Sequence[Tensor]) -> list[int]:
+        """Take the weights' current versions as those of the shadows; return them."""
+        self.versions[:] = map(_version, weights)
+        return self.versions
+
 
 #: Python references to a weight that only its own shadow keeps alive, as `_living` counts them: the list, the call of
 #: `getrefcount`, and the entry's, or torch's own while C++ (here: AccumulateGrad) refers to the tensor.
@@ -280,8 +359,9 @@ class ShadowStore:
         if written and not same(cached.looks):
             return False
         if not written:
-            note(cached.looks)
-            self._copy(lambda: cached.copy(weights, changed=changed or stepped > 0))
+            for look in cached.looks:
+                look.note()
+            self._copy([(cached.shadows if changed or stepped else cached.aliases, weights)])
         if changed:
             for key, version in zip(ids, cached.note_versions(weights), strict=True):
                 self._entries[key].version = version
@@ -350,7 +430,7 @@ class ShadowStore:
             sources.append(weight)
         # Noted before the copy, so that a concurrent write by another thread shows at the next look.
         note(self._looks_at([(weight, entry) for weight, entry, _ in moving]) or ())
-        self._copy(lambda: [foreach_copy_(*lists) for lists in copies.values()])
+        self._copy(copies.values())
 
     def _divided(
         self, pairs: list[tuple[Tensor, Entry]], everything: bool
@@ -391,10 +471,14 @@ class ShadowStore:
         self._looks[key] = [entry for _, entry in pairs], looks
         return looks
 
-    def _copy(self, copy: Callable[[], object]) -> None:
+    def _copy(self, copies: Iterable[tuple[list[Tensor], Sequence[Tensor]]]) -> None:
+        """Copy weights to their shadows: to the shadows themselves, whose version counters then report it to autograd
+        as a change, or to the aliases. For each device the targets and the weights.
+        """
         try:
             with torch.no_grad():
-                copy()
+                for targets, weights in copies:
+                    foreach_copy_(targets, [*weights])
         except BaseException:
             self.clear()  # half of the shadows are copied, which the notes do not tell
             raise

@@ -25,7 +25,7 @@ from torch.fx.node import map_arg
 from fxprec.capture.user_code import user_line
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.model.conversion import conversion_of
-from fxprec.passes.graph.retrace import plain
+from fxprec.passes.graph.exact_graph import plain
 from fxprec.passes.torch_internals import schema_of
 from fxprec.programs.program import Program, without_autocast
 from fxprec.tape.operation import OpOrigin

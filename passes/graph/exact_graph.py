@@ -24,14 +24,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.graph import PythonCode
-from torch.fx.node import map_aggregate
+from torch.fx.node import has_side_effect, map_aggregate
 
-from fxprec.kernels.launch.graph_call import tracer_of
-from fxprec.passes.graph.annotations import Precision
+from fxprec.kernels.launch.graph_call import graph_call, tracer_of
+from fxprec.passes.graph.annotations import Precision, notes
 from fxprec.passes.graph.new_node import new_node
-from fxprec.passes.graph.retrace import Copying
 from fxprec.passes.torch_internals import (
     OF_GRAPH,
     HigherOrderOperator,
@@ -41,6 +40,53 @@ from fxprec.passes.torch_internals import (
     codegen_of,
     is_higher_order,
 )
+
+
+@graph_call
+def write(x: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Call an in-place method for its effect alone: ``write(x, "add_", 1)``.
+
+    torch.fx's ``eliminate_dead_code`` would drop a plain ``x.add_(1)`` whose result nobody reads, and keeps this call.
+    """
+    return getattr(x, method)(*args, **kwargs)
+
+
+has_side_effect(write)
+
+
+class Copying(Interpreter):
+    """Runs a graph on another trace's values: each node becomes a node of that trace."""
+
+    def __init__(self, gm: GraphModule, tracer: Any) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self._tracer = tracer
+        path = "" if tracer.root is gm else tracer.path_of_module(gm)
+        self._prefix = path and f"{path}."
+
+    def run_node(self, n: Node) -> Any:
+        if n.op in ("placeholder", "output"):
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.op == "call_method" and notes(n).op.in_place and not n.users:
+            args = (args[0], n.target, *args[1:])
+            return self._tracer.create_proxy("call_function", write, args, kwargs, n.name, n.type)
+        target = f"{self._prefix}{n.target}" if n.op in ("get_attr", "call_module") else n.target
+        return self._tracer.create_proxy(n.op, target, args, kwargs, n.name, n.type)
+
+    def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return plain(args[0])
+
+
+def plain(value: Any) -> Any:
+    """Return a result without torch.fx's immutable lists and dicts, as the source would give it."""
+    if isinstance(value, list):
+        return [plain(part) for part in value]
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, tuple):
+        parts = [plain(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
 
 
 class ExactGraphModule(GraphModule):
@@ -138,37 +184,43 @@ class _Node:
 
 
 @dataclass(frozen=True, slots=True)
-class _TorchOp:
-    """An operator by its path below ``torch.ops``. ``module``: where torch defines one of higher order."""
+class _Named:
+    """A function of torch's that pickle does not find, by its path below ``torch``.
+
+    Operators, and functions that torch made within another and gave a name, such as ``max_pool2d``.
+
+    Attributes:
+        module: where torch defines an operator of higher order; "" for others.
+    """
 
     path: str
     module: str = ""
 
     @classmethod
-    def of(cls, op: Any) -> _TorchOp:
-        higher = is_higher_order(op)
-        named = cls(f"higher_order.{op.name()}", type(op).__module__) if higher else cls(str(op))
-        if named.op() is not op:
-            raise pickle.PicklingError(f"the graph calls {op}, which is not what torch.ops.{named.path} is")
-        return named
+    def of(cls, function: Any) -> _Named | None:
+        """Return the name of such a function, or None."""
+        if isinstance(function, OpOverload | OpOverloadPacket | HigherOrderOperator):
+            higher = is_higher_order(function)
+            path = f"higher_order.{function.name()}" if higher else str(function)
+            named = cls(f"ops.{path}", type(function).__module__ if higher else "")
+            if named.function() is not function:
+                raise pickle.PicklingError(f"the graph calls {function}, which is not what torch.{named.path} is")
+            return named
+        if "<locals>" in getattr(function, "__qualname__", ""):
+            names = (name for name, known in vars(F).items() if known is function)
+            return next((cls(f"nn.functional.{name}") for name in names), None)
+        return None
 
-    def op(self) -> Any:
+    def function(self) -> Any:
         if self.module:
             importlib.import_module(self.module)  # where it is registered
         try:
-            return attrgetter(self.path)(torch.ops)
+            return attrgetter(self.path)(torch)
         except AttributeError:
             raise pickle.UnpicklingError(
-                f"the graph calls torch.ops.{self.path}, which is not registered in this process: "
+                f"the graph calls torch.{self.path}, which is not registered in this process: "
                 "import what registers it first"
             ) from None
-
-
-@dataclass(frozen=True, slots=True)
-class _Functional:
-    """A function of ``torch.nn.functional`` that torch made within another and gave a name, such as ``max_pool2d``."""
-
-    name: str
 
 
 class _SavedNode(NamedTuple):
@@ -200,12 +252,7 @@ class SavedGraph:
         numbers = {node: number for number, node in enumerate(graph.nodes)}
 
         def saved(value: Any) -> Any:
-            if isinstance(value, OpOverload | OpOverloadPacket | HigherOrderOperator):
-                return _TorchOp.of(value)
-            if "<locals>" in getattr(value, "__qualname__", ""):
-                named = (name for name, function in vars(F).items() if function is value)
-                return next(map(_Functional, named), value)
-            return _Node(numbers[value]) if isinstance(value, Node) else value
+            return _Node(numbers[value]) if isinstance(value, Node) else _Named.of(value) or value
 
         nodes = []
         for n in graph.nodes:
@@ -221,9 +268,7 @@ class SavedGraph:
         def restored(value: Any) -> Any:
             if isinstance(value, _Node):
                 return made[value.number]
-            if isinstance(value, _Functional):
-                return getattr(F, value.name)
-            return value.op() if isinstance(value, _TorchOp) else value
+            return value.function() if isinstance(value, _Named) else value
 
         for saved in self.nodes:
             args, kwargs = map_aggregate(saved.args, restored), map_aggregate(saved.kwargs, restored)

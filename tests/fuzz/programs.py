@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from fxprec.capture.symbolic.trace import trace_static
+from fxprec.capture.symbolic.trace import propagate_shapes, trace_static
 from fxprec.passes.context import Context
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.text import format_graph
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.runner import run_passes
-from fxprec.programs.shapes import propagate_shapes
 from fxprec.testing import assert_annotations_hold
 from tests.fuzz.steps import STEPS, Values
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import fxprec
-from fxprec.model.method_names import MethodName, named_methods
+from fxprec.model.checks import named_methods
+from fxprec.model.method import MethodName
 
 
 class Coder(nn.Module):

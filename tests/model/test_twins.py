@@ -11,7 +11,7 @@ from torch import nn
 import fxprec
 from fxprec.capture.originals import original_class
 from fxprec.model.conversion import conversion_of
-from fxprec.model.twins import asks_for_class, twin_of
+from fxprec.model.method import asks_for_class, twin_of
 
 LOW = torch.bfloat16
 

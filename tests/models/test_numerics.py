@@ -23,10 +23,9 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 from function_module import as_module
-from fxprec.capture.symbolic.trace import trace_static
+from fxprec.capture.symbolic.trace import propagate_shapes, trace_static
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.runner import run_passes
-from fxprec.programs.shapes import propagate_shapes
 from fxprec.testing import assert_annotations_hold
 
 #: Which of an op's float inputs arrive low in its second call.

@@ -24,10 +24,9 @@ from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.canonical.rotary import rope
 from fxprec.passes.fuse import draw_seeds_like
 from fxprec.passes.graph.casts import cast_each, cast_if_float, cast_saturating, write_out
-from fxprec.passes.graph.exact_graph import SavedGraph
-from fxprec.passes.graph.retrace import write
+from fxprec.passes.graph.exact_graph import SavedGraph, write
 from fxprec.passes.graph.text import format_graph
-from fxprec.programs.graph_calls import restored
+from fxprec.programs.call_form import restored
 from fxprec.programs.program import checkpointed
 from graph_ways import EXACT, RUNNERS, VALUES, extracted, pickled
 

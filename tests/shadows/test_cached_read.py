@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.shadows import ShadowStore
-from fxprec.shadows.cached_read import CachedRead
 from fxprec.shadows.entry import Entry
+from fxprec.shadows.store import CachedRead
 
 
 @pytest.fixture

@@ -43,11 +43,12 @@ from fxprec.capture.facts import (
     fact_of,
     function_parts,
     lacking,
+    says,
     slots_of,
     unchanged_functions,
 )
 from fxprec.capture.guard_values import same
-from fxprec.capture.trusted import is_library, is_torchs
+from fxprec.capture.user_code import is_library, is_torchs
 from fxprec.torch_internals import raw_environment
 
 _BUILTINS: Final = frozenset(vars(builtins))
@@ -208,9 +209,9 @@ class ExtraGuards:
         if self._environment is not None:
             yield Fact(raw_environment, os.environ, self._environment, "the environment")
         for call, name, value in self._results:
-            yield Fact(functools.partial(_gives, call), value, True, f"{name} gives another value".format)
+            yield Fact(functools.partial(_gives, call), value, True, says(f"{name} gives another value"))
         if self._registered is not None:
-            yield Fact(operator.call, abc.get_cache_token, self._registered, lambda: "an abstract class got a class")
+            yield Fact(operator.call, abc.get_cache_token, self._registered, says("an abstract class got a class"))
 
 
 class _Method(Expected):

@@ -1,4 +1,6 @@
-"""dynamo's guards, made to tell what is equal from what is the same: it compares constants by ``==``.
+"""Guards that dynamo lacks, as leaves in its own tree of guards: a graph that fails one is captured once more.
+
+It compares constants by ``==``:
 
 ==================================  ==================================================================================
 ``self.shift = 0.0``, then ``-0.0``  equal, and ``x / self.shift`` is another
@@ -10,8 +12,20 @@ another function of the same code    equal, and its closure is another one: wher
 an argument that is no leaf          where code asks for ``x.grad_fn`` or ``x.is_leaf``: of the same dtype and sizes
 ==================================  ==================================================================================
 
-The checks are leaves in dynamo's own tree of guards, where it guards such a value: a graph that fails one is captured
-once more, and may serve again later.
+And it answers as it compiles what code asks of objects of the user's, which it guards by their types alone:
+
+=========================================  =============================================================================
+``mode is SLOW``, ``mode in [SLOW]``       whether the two are one object; ``==``, where their class has no ``__eq__``
+``mode`` and a global that are one object  that they are, as the code reads the one by the other
+``mode in {SLOW}``, ``FACTORS.get(mode)``  which object it is, by which it is hashed
+``price > Decimal(2)``                     what a class of C's says of its values
+``try: config.scale``, except              that the object has no such attribute
+``inspect.signature`` of an argument       all that is read of it, as of any object
+``vars(config).get("scale")``              whether its dict has the key; where all of them are read, which they are
+=========================================  =============================================================================
+
+A comparison is guarded by its result: an object that is made for each call, and is another than ``SLOW`` each time, has
+one graph. One that is looked up by its hash has one graph for each object, up to dynamo's limit, and then none.
 """
 
 from __future__ import annotations
@@ -19,16 +33,29 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import operator
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, Final
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from fxprec.capture.capturing import Replacement, instead_of
 from fxprec.capture.guard_values import is_plain, same, snapshot
-from fxprec.torch_internals import add_guard, guarded_value
+from fxprec.torch_internals import (
+    add_guard,
+    add_relation,
+    dynamo_classes,
+    guard_absence,
+    guard_identity,
+    guard_source,
+    guarded_value,
+    is_key_of_dict,
+    looks_into,
+    unwrapped,
+)
 
 _NUMBERS: Final = (bool, int, float, complex)
 _SEQUENCES: Final = (tuple, list)
@@ -112,17 +139,6 @@ def exact_zero(builder: Any, guard: Any) -> None:
     add_guard(builder, guard, lambda now: not (now == 0 and has_sign(now)), "no -0.0")
 
 
-def also(guard_on: Callable[..., None], further: Callable[[Any, Any], None]) -> Callable[..., None]:
-    """Make a method by which dynamo adds a guard add a further one."""
-
-    @functools.wraps(guard_on)
-    def guarded(builder: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
-        guard_on(builder, guard, *args, **kwargs)
-        further(builder, guard)
-
-    return guarded
-
-
 def is_ambiguous(value: Any) -> bool:
     """Return whether something that is not the same is equal to it, although it has the same type."""
     if type(value) is float:
@@ -134,3 +150,189 @@ def is_ambiguous(value: Any) -> bool:
     if isinstance(value, _SETS):
         return any(type(part) in _OF_SETS or isinstance(part, enum.Enum) or is_ambiguous(part) for part in value)
     return False
+
+
+#: Of which dynamo guards itself which object it is.
+_GUARDED: Final = (type, ModuleType)
+
+
+def guarding_objects() -> list[Replacement]:
+    """Return what to put in the places of dynamo's methods for one compilation, so that they guard what they answer."""
+    classes = dynamo_classes()
+    one = _Identities()
+    found = [
+        (classes.arguments, "make_dupe_guard", one.met_again),
+        *((module, "vt_identity_compare", one.compared) for module in classes.comparing),
+        (classes.object, classes.hash, _hashed),
+        (classes.object, classes.comparison, _compared_by_its_class),
+        (classes.object, classes.attribute, _attribute),
+        (classes.instance_dict, "install_dict_contains_guard", _guard_key),
+        (classes.instance_dict, "install_dict_keys_match_guard", _guard_keys),
+        (classes.signature, "is_matching_object", lambda _original, _value: False),
+    ]
+    if not classes.comparing:  # before torch 2.13
+        found += [
+            (classes.builtin, "call_function", one.compared_by_builtin),
+            (classes.object, "call_method", one.compared_by_method),
+            (classes.object, "has_key_in_generic_dict", _has_key_in_dict),
+        ]
+    # What a torch has not, it does in another way.
+    return [instead_of(owner, name, call) for owner, name, call in found if hasattr(owner, name)]
+
+
+class _Identities:
+    """Guards whether two objects are one; each method stands in the place of one of dynamo's, its first argument."""
+
+    def __init__(self) -> None:
+        # dynamo makes one guard of two that are made by the same function.
+        self._one_as = functools.cache(lambda source: _related(operator.is_, source))
+
+    def met_again(self, make_guard: Callable[..., Any], source: Any, first: Any) -> Any:
+        """Guard also that a local and a global are one object, which dynamo takes for granted once they were."""
+        guard = make_guard(source, first)
+        return self._one_as(first) if guard is None and first is not None and first != source else guard
+
+    def compared(self, compare: Callable[..., Any], left: Any, right: Any) -> Any:
+        answer = compare(left, right)
+        if answer is not None:
+            self._guard(left, right)
+        return answer
+
+    def compared_by_builtin(
+        self, call: Callable[..., Any], builtin: Any, frame: Any, arguments: Any, *more: Any
+    ) -> Any:
+        answer = call(builtin, frame, arguments, *more)
+        if builtin.fn in (operator.is_, operator.is_not):
+            self._guard(*arguments)
+        return answer
+
+    def compared_by_method(
+        self, call: Callable[..., Any], variable: Any, frame: Any, name: str, arguments: Any, *more: Any
+    ) -> Any:
+        kind = type(variable.value)
+        if name == "__ne__" and kind.__ne__ is object.__ne__:  # dynamo: what it does not implement
+            raise dynamo_classes().graph_break(f"__ne__ of a {kind.__name__}, which its class has not")
+        answer = call(variable, frame, name, arguments, *more)
+        if name == "__eq__" and kind.__eq__ is object.__eq__:
+            self._guard(variable, *arguments)
+        return answer
+
+    def _guard(self, left: Any, right: Any) -> None:
+        one, other = unwrapped(left), unwrapped(right)
+        if _may_be_one(one, other) and one.source != other.source:
+            guard_source(one.source, self._one_as(other.source))
+
+
+def _hashed(hash_of: Callable[..., Any], variable: Any, *args: Any) -> Any:
+    by_identity = not isinstance(type(variable.value).__hash__, FunctionType)
+    if variable.source is not None and by_identity and not is_key_of_dict(variable.source):
+        guard_identity(variable.source)  # dynamo guards keys with their dict
+    return hash_of(variable, *args)
+
+
+def _compared_by_its_class(compare: Callable[..., Any], variable: Any, frame: Any, other: Any, operation: str) -> Any:
+    method = getattr(type(variable.value), operation)
+    if _is_of_c(variable, method, operation):
+        operands = variable, unwrapped(other)
+        if any(each.source is None and not each.is_python_constant() for each in operands):
+            kind = type(variable.value).__name__
+            raise dynamo_classes().graph_break(f"{operation} of a {kind} that the code makes")
+        _guard_result(functools.partial(_asked, method), *operands)
+    return compare(variable, frame, other, operation)
+
+
+def _attribute(read: Callable[..., Any], variable: Any, frame: Any, name: str) -> Any:
+    value, lacks = variable.value, hasattr(type(variable.value), "__getattr__")  # perhaps: it is called then
+    try:
+        return read(variable, frame, name)
+    except dynamo_classes().absent:
+        lacks = True
+        raise
+    finally:
+        if lacks and variable.source is not None and not isinstance(value, nn.Module):
+            guard_absence(variable.source, value, name)
+
+
+def _guard_key(_original: Any, variable: Any, _frame: Any, arguments: list[Any]) -> None:
+    if variable.source is not None:
+        guard_source(variable.items.item.source, _has_key(arguments[0].as_python_constant()))
+
+
+def _guard_keys(_original: Any, variable: Any) -> None:
+    if variable.source is not None:
+        guard_source(variable.items.item.source, _has_keys)
+
+
+def _has_key_in_dict(has: Callable[..., Any], variable: Any, frame: Any, key: Any) -> Any:
+    there = has(variable, frame, key)
+    if variable.source is not None and there is (key in vars(variable.value)):  # else the code has set it
+        guard_source(variable.source, _has_key(key))
+    return there
+
+
+def _may_be_one(one: Any, other: Any) -> bool:
+    """Return whether two of dynamo's variables may be one object in another call: both come from outside of the frame.
+
+    Not where their types differ, which dynamo guards.
+    """
+    if one.source is None or other.source is None or isinstance(getattr(one, "value", None), _GUARDED):
+        return False
+    try:
+        return one.python_type() is other.python_type()
+    except NotImplementedError:
+        return True
+
+
+def _is_of_c(variable: Any, method: Any, operation: str) -> bool:
+    """Return whether C code compares objects of a class by state that dynamo does not look at."""
+    of_python = isinstance(method, FunctionType) or method is getattr(object, operation)
+    return not of_python and not looks_into(variable)
+
+
+def _asked(method: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
+    try:
+        return method(one, other)
+    except Exception:  # as dynamo has it
+        return NotImplemented
+
+
+def _guard_result(relation: Callable[[Any, Any], Any], one: Any, other: Any) -> None:
+    """Guard what a relation of two objects gives; one that the frame makes is the same at each call."""
+    if one.source is not None and other.source is not None:
+        guard_source(one.source, _related(relation, other.source))
+    elif one.source is not None:
+        value = other.get_real_python_backed_value()
+        guard_source(one.source, _answers(lambda now: relation(now, value)))
+    elif other.source is not None:
+        value = one.get_real_python_backed_value()
+        guard_source(other.source, _answers(lambda now: relation(value, now)))
+
+
+def _related(relation: Callable[[Any, Any], Any], source: Any) -> Callable[[Any, Any], None]:
+    def guard_on(builder: Any, guard: Any) -> None:
+        add_relation(builder, guard, source, relation)
+
+    return guard_on
+
+
+def _answers(ask: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
+    def guard_on(builder: Any, guard: Any) -> None:
+        then = ask(guarded_value(builder, guard))
+        add_guard(builder, guard, lambda now: ask(now) is then, f"another object answers {then}")
+
+    return guard_on
+
+
+@functools.cache  # dynamo makes one guard of two that are added by the same function
+def _has_key(key: str) -> Callable[[Any, Any], None]:
+    def guard_on(builder: Any, guard: Any) -> None:
+        there = key in vars(guarded_value(builder, guard))
+        text = f"{key!r} is {'' if there else 'not '}in its __dict__"
+        add_guard(builder, guard, lambda now: (key in vars(now)) is there, text)
+
+    return guard_on
+
+
+def _has_keys(builder: Any, guard: Any) -> None:
+    keys = [*vars(guarded_value(builder, guard))]
+    add_guard(builder, guard, lambda now: [*vars(now)] == keys, f"its __dict__ has {keys}")

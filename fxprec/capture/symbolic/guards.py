@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from operator import attrgetter, call, contains, is_, itemgetter
 from types import FunctionType
@@ -36,10 +35,11 @@ from fxprec.capture.facts import (
     fact_of,
     function_parts,
     none_found,
+    says,
     unchanged_functions,
 )
 from fxprec.capture.originals import original_class
-from fxprec.capture.trusted import is_torchs
+from fxprec.capture.user_code import is_torchs
 from fxprec.torch_internals import global_hooks
 
 #: Attributes of a module that hold hooks which run when it is called.
@@ -144,17 +144,10 @@ class Guards(Facts):
 
 
 def _classes(reads: Sequence[Reads]) -> Iterator[Fact]:
-    modules = [read.module for read in reads]
-    classes = [*map(type, modules)]
-
-    def change() -> str:
-        changed = (each for each in zip(reads, classes, strict=True) if type(each[0].module) is not each[1])
-        read, then = next(changed)
-        return f"the class of {read.path} changed from {then.__name__} to {type(read.module).__name__}"
-
-    yield Fact(lambda known: [*map(type, known)], modules, classes, change)
-    for cls in dict.fromkeys(map(original_class, modules)):
-        yield Fact(attrgetter("forward"), cls, cls.forward, partial("{}.forward was replaced".format, cls.__name__))
+    for read in reads:
+        yield Fact(type, read.module, type(read.module), f"the class of {read.path}")
+    for cls in dict.fromkeys(original_class(read.module) for read in reads):
+        yield Fact(attrgetter("forward"), cls, cls.forward, says(f"{cls.__name__}.forward was replaced"))
 
 
 def _hooks(called: Sequence[Reads]) -> Fact:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from fxprec.capture.trusted import is_torchs
+from fxprec.capture.user_code import is_torchs
 
 #: What evaluation cannot tell.
 UNKNOWN: Final = object()

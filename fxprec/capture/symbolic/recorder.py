@@ -23,7 +23,7 @@ from fxprec.capture.originals import original_class
 from fxprec.capture.symbolic.guards import HOOKS, Asked, Guards, Reads, Slot, hooks_of
 from fxprec.capture.symbolic.opaque_code import OpaqueCode
 from fxprec.capture.symbolic.surroundings import Surroundings
-from fxprec.capture.trusted import is_trusted
+from fxprec.capture.user_code import is_trusted
 from fxprec.torch_internals import CALLED_THROUGH
 
 _TENSORS: Final = {"_parameters", "_buffers"}

@@ -34,14 +34,13 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from fxprec.capture.code_reads import Key, Read, code_reads, strings_in
-from fxprec.capture.containers import Contents
 from fxprec.capture.facts import Expected, Fact, lacking, remembered
 from fxprec.capture.guard_values import CONTAINERS, contents, is_container, is_plain
-from fxprec.capture.symbolic.handlers import ends_errors
-from fxprec.capture.symbolic.opaque_code import Why
+from fxprec.capture.symbolic.opaque_code import Why, unpatched
 from fxprec.capture.symbolic.questions import questions, unheard
-from fxprec.capture.tripwires import unpatched
-from fxprec.capture.trusted import is_library, is_stdlib, is_torchs, is_trusted
+from fxprec.capture.symbolic.source import ends_errors
+from fxprec.capture.untouched import Contents
+from fxprec.capture.user_code import is_library, is_stdlib, is_torchs, is_trusted
 
 #: Attributes that hand out what an object holds, a tensor too, past everything that watches.
 _INSIDE: Final = frozenset(

@@ -30,20 +30,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.fx import GraphModule
 from torch.fx import traceback as fx_traceback
 
 from fxprec.capture.capturing import CAPTURING, CaptureDeclined
 from fxprec.capture.lazy_code import holding
 from fxprec.capture.symbolic.guards import Guards
+from fxprec.capture.symbolic.opaque_code import trips
 from fxprec.capture.symbolic.recorder import unfit
 from fxprec.capture.symbolic.tracer import ForwardTracer
-from fxprec.capture.tripwires import trips
 from fxprec.capture.untouched import ModelState, RandomState
-from fxprec.kernels.torch_internals import is_fx_tracing
-from fxprec.passes.graph.annotations import notes
+from fxprec.kernels.launch.operands import LOW_DTYPES
+from fxprec.kernels.torch_internals import disable_current_modes, is_fx_tracing
+from fxprec.passes.graph.annotations import SPARSE, notes
 from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import rule_of
+from fxprec.passes.torch_internals import FakeTensorMode, unlogged
 from fxprec.torch_internals import dynamo_sees_torchs_own_call, forget_tracer, global_hooks
 
 
@@ -212,3 +215,55 @@ def _graph_module(tracer: ForwardTracer, graph: fx.Graph, name: str, training: b
     gm = holding({path: tensor for path, tensor in tracer.attributes.items() if path in used}, graph, name)
     gm.training = training
     return gm
+
+
+def propagate_shapes(gm: GraphModule, tensors: Sequence[Tensor]) -> bool:
+    """Set ``meta["val"]`` on every node and ``meta["dtype"]`` on the placeholders. No real tensor is read or written.
+
+    Low tensors count as FP32 on the way, since casts that reconcile them with the weights are not in yet. Where an op
+    fails on the fake tensors, the nodes are left without shapes: the call itself will say what is wrong.
+
+    Returns:
+        whether shapes are known now.
+    """
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    alike: dict[object, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        # Of an alias: the mode, which the values keep, refers weakly to what it saw, and ``torch.utils.swap_tensors``
+        # refuses a tensor that somebody refers to so.
+        with disable_current_modes():
+            alias = tensor.detach()
+        return _widened(mode.from_tensor(alias).requires_grad_(tensor.requires_grad))
+
+    class Shapes(FakeTensorProp):
+        def fetch_attr(self, target: str) -> object:
+            value = super().fetch_attr(target)
+            if not isinstance(value, Tensor):
+                return value
+            if type(value) is not nn.Parameter or value.layout is not torch.strided:
+                return fake(value)
+            # The layers of a model are many of a kind, and nothing here tells two such parameters apart.
+            kind = (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
+            if kind not in alike:
+                alike[kind] = fake(value)
+            return alike[kind]
+
+    for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), tensors, strict=True):
+        notes(node).dtype = tensor.dtype
+        if tensor.layout in SPARSE:
+            notes(node).sparse = True
+    try:
+        with unlogged(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            Shapes(gm, mode).propagate(*[_widened(tensor.detach()) for tensor in tensors])
+    except Exception:
+        for node in gm.graph.nodes:
+            node.meta.pop("val", None)
+        return False
+    return True
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in LOW_DTYPES else tensor

@@ -22,15 +22,15 @@ from torch.fx.node import has_side_effect
 from torch.fx.traceback import has_preserved_node_meta
 from torch.overrides import handle_torch_function, has_torch_function
 
-from fxprec.capture.capturing import CaptureDeclined
+from fxprec.capture.capturing import CaptureDeclined, replaced
 from fxprec.capture.originals import original_class
 from fxprec.capture.pytrees import has_more_than, made_by_dataclass, made_by_namedtuple
 from fxprec.capture.stepwise import close_steps, is_stepwise
+from fxprec.capture.symbolic.opaque_code import tripwires
 from fxprec.capture.symbolic.recorder import Recorder
 from fxprec.capture.symbolic.source import CHECKPOINTS, SourceLines
 from fxprec.capture.symbolic.traced_value import CheckedInput, TracedTensor, TracedValue
-from fxprec.capture.tripwires import replaced, tripwires
-from fxprec.capture.trusted import is_torchs
+from fxprec.capture.user_code import is_torchs
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.new_node import new_node

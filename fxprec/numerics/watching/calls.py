@@ -23,7 +23,7 @@ from fxprec.capture.pytrees import leaves_of
 from fxprec.capture.untouched import RandomState
 from fxprec.host_reads import OnHost
 from fxprec.model.conversion import Conversion
-from fxprec.model.method_names import MethodName
+from fxprec.model.method import MethodName
 from fxprec.model.warm_up import kept
 from fxprec.numerics.births import Source, is_finite
 from fxprec.numerics.finding import Trip

@@ -22,8 +22,8 @@ from torch import Tensor, fx, nn
 from function_module import as_module
 from fxprec.capture.call_key import default_key
 from fxprec.capture.capturing import CaptureDeclined
-from fxprec.capture.containers import Contents
 from fxprec.capture.symbolic.trace import StaticCapture, trace_static
+from fxprec.capture.untouched import Contents
 from fxprec.passes.graph.annotations import module_path
 
 

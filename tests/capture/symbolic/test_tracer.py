@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from function_module import as_module
 from fxprec.capture.capturing import CaptureDeclined
+from fxprec.capture.symbolic.opaque_code import TRIPWIRES
 from fxprec.capture.symbolic.recorder import Recorder
 from fxprec.capture.symbolic.trace import trace_static
-from fxprec.capture.tripwires import TRIPWIRES
 from fxprec.kernels.torch_internals import is_fx_tracing
 
 Forward = Callable[[Any, Tensor], Any]

@@ -18,13 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxprec
 import kernel_tools
 from benchmarks.workloads.models import GPT, Block
-from fxprec.capture.symbolic.trace import trace_static
+from fxprec.capture.symbolic.trace import propagate_shapes, trace_static
 from fxprec.kernels.rows.program.layout import spec_of
 from fxprec.kernels.rows.run.derive import make_plan
 from fxprec.kernels.rows.run.plan import RegionPlan, bytes_moved
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.insert_casts import actual_dtype
-from fxprec.programs.shapes import propagate_shapes
 from fxprec.testing import count_casts
 
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)

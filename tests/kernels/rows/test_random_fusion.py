@@ -22,13 +22,12 @@ from torch.utils import _pytree as pytree
 
 import kernel_tools
 import region_tools
-from fxprec.capture.symbolic.trace import trace_static
+from fxprec.capture.symbolic.trace import propagate_shapes, trace_static
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.context import Context
 from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.runner import run_passes
-from fxprec.programs.shapes import propagate_shapes
 
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
 outside = pytest.mark.skipif(kernel_tools.INTERPRETING, reason="wants to be outside of the interpreter")

@@ -170,5 +170,5 @@ def test_handlers_that_catch_nothing_of_ops_stay_static(forward: Callable[..., A
 
 
 def test_the_decline_names_the_clause_and_the_line() -> None:
-    with pytest.raises(fxprec.CaptureError, match=r"catches RuntimeError around ops, at test_handlers.py:\d+ `return"):
+    with pytest.raises(fxprec.CaptureError, match=r"catches RuntimeError around ops, at test_source.py:\d+ `return"):
         fxprec.convert(net(one_clause), (torch.randn(8, 8),), capture="symbolic")

@@ -10,8 +10,7 @@ from torch import nn
 from torch.fx import symbolic_trace
 
 import fxprec
-from fxprec.capture.symbolic.trace import trace_static
-from fxprec.programs.shapes import propagate_shapes
+from fxprec.capture.symbolic.trace import propagate_shapes, trace_static
 
 
 def test_shapes_and_input_dtypes_are_recorded_and_nothing_real_moves():

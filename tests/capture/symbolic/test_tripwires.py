@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled, nn
 
 import fxprec
-from fxprec.capture.tripwires import TRIPWIRES, replaced, tripwires
+from fxprec.capture.capturing import replaced
+from fxprec.capture.symbolic.opaque_code import TRIPWIRES, tripwires
 
 
 class Declined(Exception):
