@@ -213,7 +213,7 @@ def _policy(level: str | None, policy: Policy | None) -> Policy:
 
 @functools.cache
 def _warn_slow(why: str) -> None:
-    """Once a process: the cache remembers."""
+    """Warn once a process: the cache remembers."""
     warnings.warn(why, category=SlowDtypeWarning, stacklevel=3)
 
 
@@ -258,7 +258,7 @@ class _LossOf:
 
 
 def _required(model: nn.Module) -> tuple[str, ...]:
-    """Names of the arguments, where all are plain and required: a target can follow them in one way only."""
+    """Return the names of the arguments if all are plain and required: a target can follow them in one way only."""
     parameters = inspect.signature(model.forward).parameters.values()
     plain = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters)
     names = tuple(parameter.name for parameter in parameters)
@@ -280,14 +280,15 @@ def _as_module(model: Any, loss: Any) -> nn.Module:
     if not callable(loss):
         raise TypeError(f"loss must be a module or a function of (output, target), not {type(loss).__name__}")
     around = _WithLoss(module, loss)
-    around.training = module.training  # not around.train(): an exported program's module refuses it
+    # Not around.train(): an exported program's module refuses it.
+    around.training = module.training
     if isinstance(loss, nn.Module):
         loss.train(module.training)
     return around
 
 
 def _lower_parameters(module: nn.Module, dtype: torch.dtype, policy: Policy) -> Callable[[], None]:
-    """O3: the parameters themselves become low, but for those of modules that the policy keeps in FP32.
+    """Lower the parameters themselves (O3), but for those of modules that the policy keeps in FP32.
 
     Buffers (running statistics) stay FP32. Returns what undoes it.
     """
@@ -304,7 +305,8 @@ def _lower_parameters(module: nn.Module, dtype: torch.dtype, policy: Policy) -> 
         parameter.data = master.to(dtype)
 
     def undo() -> None:
-        for parameter, master, version in masters:  # unless other values were loaded meanwhile
+        # Unless other values were loaded meanwhile.
+        for parameter, master, version in masters:
             parameter.data = master if parameter._version == version else parameter.data.float()
 
     return undo

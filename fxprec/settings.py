@@ -67,12 +67,12 @@ class Settings:
 
     @property
     def pays(self) -> bool:
-        """Flag: ops stay in FP32 where lowering them loses time. Then a graph is captured with its sizes."""
+        """Return whether ops stay in FP32 where lowering them loses time. Then a graph is captured with its sizes."""
         return self.lower != "always" and self.policy.level != "O0"
 
     @property
     def why_slow(self) -> str:
-        """Reason why the low dtype is slow here, a CPU without units for it and without costs; "" where it is not."""
+        """Return why the low dtype is slow here, a CPU without units for it and without costs; "" where it is not."""
         if self.device != "cpu" or self.policy.level == "O0":
             return ""
         if self.dtype is torch.float16:
@@ -92,7 +92,7 @@ class Settings:
 
     @property
     def device_costs(self) -> DeviceCosts:
-        """The user's own, or those of the device; they may lack the low dtype."""
+        """Return the user's own costs, or those of the device; they may lack the low dtype."""
         return self.lower if isinstance(self.lower, DeviceCosts) else costs_of(self.device, self.dtype)
 
     def context(self, gradients: bool = True, by_size: bool = True) -> Context:
@@ -150,7 +150,7 @@ class Settings:
 
     @property
     def chooses(self) -> bool:
-        """Flag of settings that name single regions."""
+        """Return whether settings name single regions."""
         return isinstance(self.fuse, Mapping)
 
     def check_regions(self, names: Sequence[str]) -> None:
@@ -164,7 +164,7 @@ class Settings:
 
     @property
     def regions(self) -> Literal["", "aten", "triton", "loops"]:
-        """Way in which fused regions run; "" for none."""
+        """Return the way in which fused regions run; "" for none."""
         if self.fuse is False or self.policy.level == "O0" or self.executor == "inductor":
             return ""
         if self.fuse == "aten":
@@ -217,7 +217,8 @@ def why_no_kernels(device: str) -> str:
 
 def why_no_compiler() -> str:
     """Return why C++ kernels cannot be made here; "" where they can."""
-    from fxprec.kernels.cpu import compiled_attention  # whose ops are registered when it is imported
+    # Whose ops are registered when it is imported.
+    from fxprec.kernels.cpu import compiled_attention
 
     return compiled_attention.why_not()
 

@@ -67,6 +67,7 @@ def call_key(
     names: list[str] = []
     tensors: list[Tensor] = []
     constants: list[tuple[str, Hashable]] = []
+    # By hand, and not by ``signature.bind``, which takes as long as the rest of a call.
     position, keywords, given = 0, 0, len(args)
     for name, parameter in signature.parameters.items():
         kind = parameter.kind
@@ -80,10 +81,12 @@ def call_key(
             keywords += 1
         else:
             value = parameter.default
+            # A default that no key can hold (a list) is the same object at each call: it needs no place.
             if value is not inspect.Parameter.empty and (pair := _pair(name, value)) is not None:
                 constants.append(pair)
             elif value is inspect.Parameter.empty:
-                signature.bind(*args, **kwargs)  # raises: a required argument is missing
+                # Raises: a required argument is missing.
+                signature.bind(*args, **kwargs)
             continue
         if isinstance(value, Tensor):
             names.append(name)
@@ -93,13 +96,14 @@ def call_key(
         else:
             raise CaptureDeclined(f"argument '{name}' is {_described(value)}")
     if position < given or keywords < len(kwargs):
-        signature.bind(*args, **kwargs)  # raises where no *args or **kwargs takes the rest
+        # Raises where no *args or **kwargs takes the rest.
+        signature.bind(*args, **kwargs)
         raise CaptureDeclined("the call fills *args or **kwargs")
     return tuple(names), tuple(constants), tuple(tensors)
 
 
 def default_key(signature: inspect.Signature, method: str = "forward") -> tuple[tuple[str, ...], Constants]:
-    """The call that one expects without having seen one: required arguments are tensors, optional ones are left out.
+    """Return the key of the call that one expects: required arguments are tensors, optional ones are left out.
 
     An optional argument must not become a placeholder: ``if mask is not None`` would take the branch of a call with a
     mask.

@@ -97,7 +97,8 @@ def instead_of(owner: Any, name: str, call: Callable[..., Any]) -> Replacement:
     """Return the replacement of a method by ``call(original, *arguments)``, of a static one by a static one."""
     original, is_static = getattr(owner, name), isinstance(inspect.getattr_static(owner, name), staticmethod)
 
-    @functools.wraps(original)  # dynamo names its guards after the methods that make them
+    # dynamo names its guards after the methods that make them.
+    @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
         return call(original, *args, **kwargs)
 

@@ -86,8 +86,10 @@ def code_reads(code: CodeType) -> CodeReads:
     writes: list[Read] = []
     names: dict[str, tuple[int, ...]] = {}
     free = frozenset(code.co_freevars)
-    prefix: tuple[int, ...] = ()  # offsets of EXTENDED_ARG before an instruction: tracing may stop at either
-    chain: Read | None = None  # the read that the next attribute belongs to
+    # Offsets of EXTENDED_ARG before an instruction: tracing may stop at either.
+    prefix: tuple[int, ...] = ()
+    # The read that the next attribute belongs to.
+    chain: Read | None = None
     constant: tuple[Any, tuple[int, ...]] | None = None  # loaded after it: perhaps a key
     for instruction in dis.get_instructions(code):
         kind, argument = instruction.opname, instruction.argval
@@ -99,10 +101,12 @@ def code_reads(code: CodeType) -> CodeReads:
             names[argument] = names.get(argument, ()) + offsets
             if chain is not None and kind not in _SUPER:
                 chain = Read(chain.kind, chain.name, (*chain.chain, argument), chain.offsets + offsets)
-                if kind == "IMPORT_FROM":  # others may follow, of the same module
+                # Others may follow, of the same module.
+                if kind == "IMPORT_FROM":
                     reads.append(chain)
                     chain = Read(chain.kind, chain.name, chain.chain[:-1], chain.offsets)
             continue
+        # A constant behind a name may be the key of a subscript, or the next argument: the next instruction tells.
         if chain is not None and constant is None and kind in _CONSTANTS:
             constant = argument, offsets
             continue
@@ -116,6 +120,7 @@ def code_reads(code: CodeType) -> CodeReads:
             if not (chain.kind == "import" and reads and reads[-1].name == chain.name and reads[-1].chain):
                 reads.append(chain)
             chain = None
+        # Anything else ends the chain, and may begin one.
         if kind in _GLOBALS:
             chain = Read("global", argument, (), offsets)
         elif kind in _CLOSURES and argument in free:
@@ -132,7 +137,7 @@ def code_reads(code: CodeType) -> CodeReads:
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """The strings in a constant that can be names of attributes."""
+    """Yield the strings in a constant that can be names of attributes."""
     if isinstance(value, str):
         yield from filter(str.isidentifier, value.split("."))
     elif isinstance(value, tuple | list | set | frozenset | dict):
@@ -145,6 +150,6 @@ def _is_subscript(instruction: dis.Instruction) -> bool:
 
 
 def names_in(code: CodeType) -> set[str]:
-    """The names of globals and attributes in a code object and those within it."""
+    """Return the names of globals and attributes in a code object and those within it."""
     nested = [each for each in code.co_consts if isinstance(each, CodeType)]
     return set(code.co_names).union(*map(names_in, nested))

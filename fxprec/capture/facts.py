@@ -47,8 +47,8 @@ class Fact(NamedTuple):
     change: Callable[[], str | None] | str
 
 
-class Facts:
-    """Facts for all of which alone a graph is right."""
+class CapturedFacts:
+    """The facts for all of which alone a graph is right."""
 
     def __init__(self, facts: Iterable[Fact]) -> None:
         self._facts = [*facts]
@@ -168,6 +168,7 @@ def as_expected(values: Iterable[Expected]) -> Iterator[Fact]:
         of_scopes.setdefault(id(each.scope), []).append(each)
         if each.exact and not isinstance(each.value, (*PARTS_OF_PROGRAMS, nn.Module)):
             exact.append(each)
+    # One look a scope gives all of its values.
     for group in of_scopes.values():
         scope, then = group[0].scope, [each.value for each in group]
         # A getter of one name gives no tuple.

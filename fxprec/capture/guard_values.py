@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import math
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -55,7 +54,7 @@ def is_plain(value: Any) -> bool:
 
 
 def snapshot(value: Any) -> Any:
-    """The value itself, or a copy of a container and of the containers in it: what a later value is compared with."""
+    """Return what a later value is compared with: the value, or a copy of a container and of those in it."""
     kind = type(value)
     if kind in _MAPPINGS:
         copied = value.copy()
@@ -88,7 +87,8 @@ def same(now: Any, then: Any) -> bool:
         return (now == then and math.copysign(1, now) == math.copysign(1, then)) or (now != now and then != then)
     if kind is complex:
         return same(now.real, then.real) and same(now.imag, then.imag)
-    if kind in (range, slice):  # range(0) == range(0, 0, 2), slice(0) == slice(0.0)
+    # Range(0) == range(0, 0, 2), slice(0) == slice(0.0).
+    if kind in (range, slice):
         return all(map(same, _bounds(now), _bounds(then)))
     if kind in (set, frozenset):
         kept = {each: each for each in then}
@@ -104,10 +104,6 @@ def _bounds(value: Any) -> tuple[Any, Any, Any]:
     return value.start, value.stop, value.step
 
 
-def contents(container: Any) -> Iterator[Any]:
-    """Keys and values, or elements."""
-    if type(container) in _MAPPINGS:
-        yield from container
-        yield from container.values()
-    else:
-        yield from container
+def contents(container: Any) -> list[Any]:
+    """Return keys and values, or elements."""
+    return [*container, *container.values()] if type(container) in _MAPPINGS else [*container]

@@ -35,12 +35,13 @@ _UNPRINTABLE: Final = re.compile(r'["\\\x00-\x1f\x7f]|_(?=x[0-9a-f]{2}_)')
 
 
 def attribute_path(path: str) -> str:
-    """The path in a graph module of a tensor of the model: no two have the same."""
+    """Return the path in a graph module of a tensor of the model: no two have the same."""
     first, dot, rest = path.partition(".")
     return _free_name(first, _OF_GRAPHS) + dot + (".".join(map(_free_name, rest.split("."))) if rest else "")
 
 
-@functools.lru_cache(4096)  # the same few names stand in layer after layer
+# The same few names stand in layer after layer.
+@functools.lru_cache(4096)
 def _free_name(name: str, reserved: frozenset[str] = _OF_MODULES) -> str:
     """Return a name with an underscore behind a reserved one, and one more behind what looks like that."""
     bare = name.rstrip("_")
@@ -75,7 +76,7 @@ class _Renaming:
 
 
 def holding(tensors: Mapping[str, Tensor], graph: Graph, name: str) -> GraphModule:
-    """A graph module of this name that reads these tensors, and writes its source when it is needed.
+    """Return a graph module of this name that reads these tensors, and writes its source when it is needed.
 
     Parameters and modules are in the order of the mapping, at paths that a graph module can have.
     """

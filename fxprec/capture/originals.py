@@ -27,13 +27,13 @@ ORIGINAL: Final = "_fxprec_original"
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, converted or not, as its user wrote it."""
+    """Return the class of a module, converted or not, as its user wrote it."""
     cls = type(module)
     return vars(cls).get(ORIGINAL, cls)
 
 
 def original_function(function: Any) -> Any:
-    """The user's function in whose place this one stands, or the function itself."""
+    """Return the user's function in whose place this one stands, or the function itself."""
     gives: Callable[[], Any] | None = marked(function, ORIGINAL)
     return function if gives is None else gives()
 
@@ -114,12 +114,14 @@ class Wrappers:
 
     def of_class(self, cls: type[nn.Module], name: str, enter: Callable[..., Any]) -> FunctionType:
         """Make what takes the place of ``cls.name`` in a subclass: ``enter(module, args, kwargs)``."""
+        # A class may get another method later; its descriptor may give another function at each look.
         known = unbound_method(cls, name)
         plain = known is getattr(cls, name)
 
         @functools.wraps(known)
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_dynamo_compiling():  # for a capture of ours: from any other one it is hidden
+            # For a capture of ours: from any other one it is hidden.
+            if is_dynamo_compiling():
                 return (getattr(cls, name) if plain else known)(self, *args, **kwargs)
             return enter(self, args, kwargs)
 
@@ -159,8 +161,9 @@ class Wrappers:
 
     @contextlib.contextmanager
     def compiled(self) -> Iterator[None]:
-        """For the time of one compilation by dynamo, which looks into the wrappers."""
+        """Let dynamo look into the wrappers for the time of one compilation."""
         with CAPTURING, contextlib.ExitStack() as stack:
+            # A compilation may meet another one within: dynamo calls the wrapped code.
             if not self._compiling:
                 stack.enter_context(shown_to_dynamo([*self._all]))
             self._compiling += 1

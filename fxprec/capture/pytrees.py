@@ -28,7 +28,7 @@ _Parts = tuple[dict[Any, Any], dict[str, Any]]
 
 
 def restore_dtypes(value: Any, low: dtype, done: dict[int, tuple[Any, Any]] | None = None) -> Any:
-    """Every tensor of the low dtype as FP32, in the container it came in; what is in two places stays one.
+    """Return every tensor of the low dtype as FP32, in the container it came in; what is in two places stays one.
 
     Args:
         done: by id what was met so far, and what became of it.
@@ -38,7 +38,8 @@ def restore_dtypes(value: Any, low: dtype, done: dict[int, tuple[Any, Any]] | No
     done = {} if done is None else done
     if id(value) not in done:
         restored = _widened(value) if isinstance(value, Tensor) else _restored_container(value, low, done)
-        done[id(value)] = value, restored  # the value lives as long as its id is a key
+        # The value lives as long as its id is a key.
+        done[id(value)] = value, restored
     return done[id(value)][1]
 
 
@@ -49,6 +50,7 @@ def has_low_input(inputs: Any, low: dtype) -> bool:
 
 def made_by_namedtuple(kind: type) -> bool:
     """Return whether ``collections.namedtuple`` made the constructor, which then only holds the fields."""
+    # A class of the user's may stand between the type and the named tuple.
     made = next((base for base in kind.__mro__ if tuple in base.__bases__), None)
     code = getattr(getattr(made, "__new__", None), "__code__", None)
     return (
@@ -149,12 +151,14 @@ def _restore_attributes(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]
 
 def parts_of(value: Any) -> _Parts | None:
     """Return what a container or dataclass holds; None for anything else."""
-    if isinstance(value, Tensor):  # dynamo, of a graph module, cannot give their __dict__
+    # dynamo, of a graph module, cannot give their __dict__.
+    if isinstance(value, Tensor):
         return None
     attributes = attributes_of(value)
     if isinstance(value, dict):
         return dict(value), attributes
-    of_pytree = hasattr(type(value), "n_sequence_fields")  # torch.return_types and the like, which pytree knows
+    # torch.return_types and the like, which pytree knows.
+    of_pytree = hasattr(type(value), "n_sequence_fields")
     if isinstance(value, list) or (isinstance(value, tuple) and not of_pytree):
         return dict(enumerate(value)), attributes
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -48,13 +48,14 @@ def close_steps(output: object) -> None:
 
 
 def stepwise(output: Any, context: _Context, restore: _Restore) -> Any:
-    """``output`` with what is stepwise in it wrapped, so that each step runs in a context.
+    """Return ``output`` with what is stepwise in it wrapped, so that each step runs in a context.
 
     Args:
         output: a generator, coroutine or iterator, or tuples, lists and dicts that hold some.
         context: makes the context.
         restore: is applied to what is yielded and returned.
     """
+    # A forward may return several, beside tensors.
     leaves, spec = tree_flatten(output)
     if not any(map(is_stepwise, leaves)):
         return output
@@ -70,6 +71,7 @@ def _wrapped(output: Any, context: _Context, restore: _Restore) -> Any:
         wrapped = _asynchronous(output, context, restore)
     else:
         wrapped = _steps(output, context, restore)
+    # Debuggers and ``inspect`` name a generator by its function.
     if isinstance(output, _KINDS):
         wrapped.__name__, wrapped.__qualname__ = output.__name__, output.__qualname__
     return wrapped
@@ -81,6 +83,7 @@ def _steps(inner: Any, context: _Context, restore: _Restore) -> Generator[Any, A
     Also of an iterator that is no generator: it has no ``send``, ``throw`` and ``close``.
     """
     try:
+        # The context is open during a step alone: between two steps the caller's own code runs.
         with context():
             value = next(inner)
         while True:
@@ -105,7 +108,7 @@ def _steps(inner: Any, context: _Context, restore: _Restore) -> Generator[Any, A
 
 @types.coroutine
 def _step_of(inner: Any, context: _Context) -> Generator[Any, Any, Any]:
-    """The steps of something awaitable: what it yields is for the event loop."""
+    """Run the steps of something awaitable: what it yields is for the event loop."""
     return (yield from _steps(_Sendable(inner), context, lambda value: value))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fxprec.capture.facts import PARTS
-from fxprec.capture.guard_values import contents, is_container, is_plain
+from fxprec.capture.guard_values import CONTAINERS, PLAIN, contents, is_container, is_plain
 
 #: What people call a container; or tells that from what it holds now and what it held.
 _Label = str | Callable[[Any, Any], str]
@@ -48,7 +48,7 @@ class Contents:
             return
         self.add(container, label)
         for element in contents(container):
-            if is_container(element):
+            if type(element) not in PLAIN and is_container(element):
                 self.add_nested(element, label)
 
     def restore(self) -> str | None:
@@ -102,15 +102,18 @@ class ModelState(Contents):
         self._named = [*root.named_modules()]
         #: Most are for hooks, a dozen a module: nothing to copy, and nothing to say before somebody writes to one.
         self._empty: list[Any] = []
+        # First what modules hold themselves, so that a replaced container is put back before its contents.
         for path, module in self._named:
             self.add(module.__dict__, partial(_different, path))
         for path, module in self._named:
             for name, value in module.__dict__.items():
-                if is_container(value):
-                    if not value:
-                        self._empty.append(value)
-                    elif not is_plain(value):
-                        self.add_nested(value, partial(_contents_of, path, name))
+                # Two kinds of attributes are nearly all, and looked at no further: plain values, and empty dicts.
+                if type(value) in PLAIN:
+                    continue
+                if type(value) in CONTAINERS and not value:
+                    self._empty.append(value)
+                elif is_container(value) and not is_plain(value):
+                    self.add_nested(value, partial(_contents_of, path, name))
 
     def restore(self) -> str | None:
         written = super().restore()
@@ -131,7 +134,7 @@ def _contents_of(path: str, name: str, now: Any, saved: Any) -> str:
 
 
 def _different(path: str, now: dict[str, Any], saved: dict[str, Any]) -> str:
-    """The first attribute, or part, that is another."""
+    """Return the first attribute, or part, that is another."""
     names = (name for name in {**saved, **now} if name not in now or name not in saved or now[name] is not saved[name])
     return _joined(path, next(names))
 
@@ -175,18 +178,20 @@ class RandomState:
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
+    # Python's generator has a tuple of 625 integers.
     if isinstance(a, tuple | list):
-        return len(a) == len(b) and all(map(_equal, a, b))
+        return len(a) == len(b) and (a == b if {*map(type, a)} == {int} else all(map(_equal, a, b)))
     return a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else a == b
 
 
 def copied_inputs(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Copies that a capture cannot tell from the inputs: sizes, strides, and which of them share memory are the same.
+    """Return copies that a capture cannot tell from the inputs, by sizes, strides, and which of them share memory.
 
     What belongs to the model stays itself, and so does an argument that cannot be copied (a lock, a generator).
     """
+    # In the memo they are copied already, by themselves.
     parts = (*model.modules(), *model.parameters(), *model.buffers())
     memo: dict[int, Any] = {id(part): part for part in parts}
 
@@ -215,7 +220,8 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         if not tensor.is_leaf:  # which may be written in place
             with torch.enable_grad():
                 result = result.clone()
-    vars(result).update(vars(tensor))  # such as the sizes that torch._dynamo.mark_dynamic named
+    # Such as the sizes that torch._dynamo.mark_dynamic named.
+    vars(result).update(vars(tensor))
     return result
 
 

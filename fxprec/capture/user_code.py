@@ -26,7 +26,7 @@ _LIBRARIES: Final = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, 
 
 
 def user_level() -> int:
-    """``warnings.warn(..., stacklevel=user_level())``: the innermost caller that is neither torch's code nor ours."""
+    """Return the ``stacklevel`` of the innermost caller that is neither torch's code nor ours."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
@@ -35,7 +35,7 @@ def user_level() -> int:
 
 
 def user_line() -> tuple[str, int]:
-    """File and number of the line where the innermost caller is that is neither torch's code nor ours; or ("", 0)."""
+    """Return file and line number of the innermost caller that is neither torch's code nor ours; or ("", 0)."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
@@ -58,7 +58,7 @@ def is_installed(file: str) -> bool:
 
 
 def place(file: str, line: int | str, function: str) -> str:
-    """``model.py:12 in forward``."""
+    """Return ``model.py:12 in forward``."""
     name = _REST.sub(r"\1", function)
     return f"{file}:{line} in {name}"
 
@@ -128,10 +128,11 @@ def is_trusted(thing: Any) -> bool:
 
 
 def _module_of(thing: Any) -> str:
-    """The module that it is from; of a builtin function, which may not say, that of its class or owner."""
+    """Return the module that it is from; of a builtin function, which may not say, that of its class or owner."""
     if isinstance(thing, types.ModuleType):
         return thing.__name__
-    if isinstance(thing, types.FunctionType):  # what a decorator made says that it is from where the function was
+    # What a decorator made says that it is from where the function was.
+    if isinstance(thing, types.FunctionType):
         return str(thing.__globals__.get("__name__") or "")
     module = getattr(thing, "__module__", None)
     if module is None:

@@ -47,6 +47,7 @@ class Captured:
 
     def fits(self, owner: nn.Module) -> bool:
         """Return whether a call of the method's module, in the modes that it and its parts are in, may run it."""
+        # dynamo guards by itself, and tells of a graph only with the calls that ran it.
         if self.calls is not None:
             return modes_of(owner) in self.calls.modes
         return self.guards is None or self.guards.hold()

@@ -34,7 +34,7 @@ _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch
 
 
 def settled_device(model: Any, example_inputs: Any) -> str:
-    """The device type that the conversion is for: that of the parameters, else of the example inputs, else "cpu"."""
+    """Return the device type to convert for: that of the parameters, else of the example inputs, else "cpu"."""
     tensors: list[Any] = []
     if isinstance(model, nn.Module):
         tensors += [parameter for module in model.modules() for parameter in module._parameters.values()]
@@ -45,7 +45,8 @@ def settled_device(model: Any, example_inputs: Any) -> str:
     elif isinstance(example_inputs, Sequence):
         tensors += list(example_inputs)
     kinds = [tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)]
-    if "cuda" in kinds:  # a model in parts, some of them (an embedding) on the CPU
+    # A model in parts, some of them (an embedding) on the CPU.
+    if "cuda" in kinds:
         return "cuda"
     return next((kind for kind in kinds if kind != "meta"), "cpu")
 
@@ -60,6 +61,7 @@ def refuse_unfit(model: Any, settings: Settings) -> None:
     if isinstance(model, type) or not (isinstance(model, nn.Module | ExportedProgram) or callable(model)):
         what = f"the class {model.__name__}: make an object of it" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"convert takes an nn.Module, GraphModule, ExportedProgram or function of tensors, not {what}")
+    # Autocast of any device would cast in what is captured now.
     for device in {settings.device, "cpu", "cuda"}:
         if torch.is_autocast_enabled(device):
             raise ConversionError(
@@ -80,7 +82,7 @@ def check_module_overrides(policy: Policy, module: nn.Module) -> None:
 
 
 def _refuse_no_kernels(settings: Settings) -> None:
-    """``fuse`` asks for regions, and there can be none; of "auto" on CUDA a warning says why kernels do not run."""
+    """Raise where ``fuse`` asks for regions that there cannot be; of "auto" on CUDA warn why kernels do not run."""
     named = settings.fuse in (True, "aten") or isinstance(settings.fuse, Mapping)
     if settings.regions or not (named or (settings.fuse == "auto" and settings.device == "cuda")):
         return
@@ -118,6 +120,7 @@ def _refuse_module(model: nn.Module) -> None:
         raise ConversionError(
             f"{name} is a TorchScript module, whose graph fxprec cannot read: convert the eager model"
         )
+    # Classes are asked once: a model has hundreds of modules of a few classes.
     seen: set[type] = set()
     for path, module in model.named_modules():
         if is_converted(module):
@@ -159,7 +162,7 @@ def _refuse_weights(model: nn.Module) -> None:
         return
 
     def first(wanted: Callable[[Tensor], bool]) -> str:
-        """Names are looked up where they are needed: most models are converted."""
+        """Return the first name; they are looked up where they are needed: most models are converted."""
         named = chain(model.named_parameters(), model.named_buffers())
         return next(path for path, tensor in named if wanted(tensor))
 
@@ -169,6 +172,7 @@ def _refuse_weights(model: nn.Module) -> None:
             f"{name}.{first(lambda tensor: tensor.is_quantized)} is quantized: fxprec rewrites FP32 models; "
             "convert before quantizing"
         )
+    # A model whose weights are all low, or double, has no FP32 to lower.
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()}
     if not dtypes or torch.float32 in dtypes:
         return
@@ -185,7 +189,7 @@ def _refuse_weights(model: nn.Module) -> None:
 
 
 def named_methods(model: nn.Module, methods: Sequence[str]) -> tuple[str, ...]:
-    """The methods that a user named, each in one spelling: ``"vae.decode"``; a module stands for its forward.
+    """Return the methods that a user named, each in one spelling: ``"vae.decode"``; a module stands for its forward.
 
     Raises:
         TypeError: not a sequence of strings.
@@ -249,7 +253,7 @@ def _check(model: nn.Module, owner: nn.Module, path: str, name: str, text: str) 
 
 
 def _own_methods(owner: nn.Module) -> Iterator[str]:
-    """Names of what the user's classes define, and could be named."""
+    """Yield the names of what the user's classes define, and could be named."""
     for cls in type(owner).__mro__:
         if not cls.__module__.startswith("torch."):
             yield from (name for name, value in vars(cls).items() if inspect.isfunction(value) and name[:2] != "__")

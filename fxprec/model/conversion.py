@@ -90,7 +90,7 @@ class Conversion(Resources):
         self._policy_checked = not settings.policy.overrides and not settings.policy.rules and not settings.chooses
 
     def entry_point(self, name: str) -> EntryPoint:
-        """A new one, which nobody knows yet."""
+        """Return a new one, which nobody knows yet."""
         return EntryPoint(self, MethodName.parse(name), next(self._numbers))
 
     def entries(self) -> list[EntryPoint]:
@@ -115,6 +115,7 @@ class Conversion(Resources):
         call = Call(entry, model, module, args, kwargs)
         if self.bypassed:
             return call.untouched()
+        # Others' traces would record the wrapper, or our program with shadows as constants.
         if torch.compiler.is_exporting():
             raise self.messages.traced(
                 "torch.export", "torch.export.export(fxprec.graph_module(model), inputs), or torch.onnx.export likewise"
@@ -127,12 +128,16 @@ class Conversion(Resources):
             )
         if torch.is_autocast_enabled(self.settings.device) and not inside_net():
             self.messages.warn_autocast("called under")
+        # DataParallel and the like copy a module, class and all; shadows and guards are the original's.
         if model is None or module is not entry.owner():
             return self.run_in_net(call, "a replica of the converted module")
+        # A training step on frozen weights would go nowhere without a word.
         if self.frozen is not None and module.training and torch.is_grad_enabled():
             self.refuse_if_frozen("a training forward")
+        # Before the first call there may be parameters without shapes, which no capture can read.
         if not self.settled and any(map(is_lazy, model.parameters())):
-            self.start_over()  # what was declined now may be captured at the next call
+            # What was declined now may be captured at the next call.
+            self.start_over()
             return self.run_in_net(call, "lazy modules take their shapes, and classes, from a first call")
         if entry.new:
             entry.new = False
@@ -140,6 +145,7 @@ class Conversion(Resources):
         if entry.code_changed:
             entry.start_over()
             self.captured.drop(self.captured.of(entry))
+        # ``watch`` runs training calls itself: it may want to run them again.
         if self.watcher is not None and torch.is_grad_enabled():
             return self.watcher.call(entry, args, kwargs, lambda: self._run_counted(entry, call))
         return self._run_counted(entry, call)
@@ -148,6 +154,7 @@ class Conversion(Resources):
         """Run a call that graphs are for."""
         self.store.begin(call.model)
         self.calls += 1
+        # An override that matches nothing is known only once there are graphs.
         output = self._run(entry, call)
         if not self._policy_checked:
             self.check_policy(call.model)
@@ -158,13 +165,14 @@ class Conversion(Resources):
 
     @property
     def restores(self) -> torch.dtype | None:
-        """The low dtype, where weights have it that were FP32 in the original program: the graphs cannot tell."""
+        """Return the low dtype, where weights have it that were FP32 in the original: the graphs cannot tell."""
         lowered = self._lowered or self.frozen is not None
         return self.settings.dtype if lowered and self.settings.keep_output_dtype else None
 
     def _run(self, entry: EntryPoint, call: Call) -> Any:
         """Run a call on a static graph if there can be one, else on dynamo's."""
         static = entry.static
+        # A generator runs after the call, when no graph of ours could be around it.
         if entry.steps is not None:
             reason = CaptureDeclined(f"{entry.called_here} is {entry.steps}, which runs after the call")
             self._refuse_if_symbolic(entry, reason)
@@ -183,11 +191,13 @@ class Conversion(Resources):
                     found = self._trace(entry, call.model, names, constants, tensors)
                 elif is_another:  # what it reads of the model changed: its weights may have, unseen
                     self.store.mark_stale()
+            # Nothing ran yet: dynamo takes the call.
             except CaptureDeclined as reason:
                 self._refuse_if_symbolic(entry, reason)
             else:
                 try:
                     return found.run(self.store, tensors)
+                # The weights have other dtypes than that graph was rewritten for: it goes, and the call begins anew.
                 except OtherDtypes:
                     self.captured.drop(static.retire(found))
                 return self._run(entry, call)
@@ -216,7 +226,9 @@ class Conversion(Resources):
         finally:
             if dynamic.found or dynamic.net_notes:
                 self._take_found(entry)
-        if first and not self.captured.of(entry) and calls == self.calls:  # it called no other method that has graphs
+        # Said at the first call, while somebody looks: later ones are in the report alone.
+        # It called no other method that has graphs.
+        if first and not self.captured.of(entry) and calls == self.calls:
             if len(self.net) == known:
                 self.in_net(entry.whole, "dynamo found nothing in it to capture")
             self.messages.warn_nothing_captured(entry, self.net)
@@ -227,6 +239,7 @@ class Conversion(Resources):
     def _renew(self, entry: EntryPoint) -> None:
         """Forget what dynamo captured, and what is said of it: it is out of date."""
         with CAPTURING:
+            # The lock may have been waited for.
             if entry.out_of_date is None:  # another thread was at it
                 return
             entry.restarts += 1
@@ -244,6 +257,7 @@ class Conversion(Resources):
         """Return whether all weights are low since ``model.half()`` or the like: a model that convert would refuse."""
         if self._lowered or self.frozen is not None:
             return False
+        # Asked before each capture: one FP32 weight, mostly the first, settles it.
         weights = (parameter for parameter in model.parameters() if parameter.is_floating_point())
         are_low = (weight.dtype in LOW_DTYPES for weight in weights)
         return next(are_low, False) and all(are_low)  # mostly the first one is not
@@ -278,12 +292,13 @@ class Conversion(Resources):
         self.net.setdefault(where, why)
 
     def restored(self, output: Any, call: Call) -> Any:
-        """Low outputs as FP32, unless the caller passed low inputs, or wants them as they come.
+        """Return low outputs as FP32, unless the caller passed low inputs, or wants them as they come.
 
         Of outputs that run later, step by step, each step is in the net, and what it gives is restored.
         """
         if type(output) is torch.Tensor and output.dtype is not self.settings.dtype:
-            return output  # as mostly: a model of a few microseconds notices the rest
+            # As mostly: a model of a few microseconds notices the rest.
+            return output
         low = self.settings.dtype
         as_it_comes = not self.settings.keep_output_dtype or has_low_input((call.args, call.kwargs), low)
 
@@ -318,6 +333,7 @@ class Conversion(Resources):
                 self.declined.append(entry.declined[-1])
                 self.captured.drop(static.give_up())
                 raise
+            # From here on the call has a graph: what fails now is an error of ours, and no decline.
             program = rewrite(capture.gm, self.settings, self.packed, not static.outgrown(names, constants, tensors))
             captured = Captured(
                 entry.key,
@@ -332,6 +348,7 @@ class Conversion(Resources):
             found = StaticEntry.of(capture, captured, tensors)
             self._captured_at_last(entry)
             self.captured.drop(static.add(names, constants, found))
+            # What made another graph necessary may have written weights, unseen.
             self.store.mark_stale()
             self.captured.add(captured)
             self.captures += 1
@@ -375,6 +392,7 @@ class Conversion(Resources):
         """Capture a method statically as it is now, for calls like those that another graph is for."""
         if not entry.static.allowed or entry.steps is not None:
             return
+        # Whether lowering pays depends on the sizes of a call.
         if self.settings.pays:  # which waits for the sizes of a call
             return
         try:
@@ -390,7 +408,7 @@ class Conversion(Resources):
                 self._capture_alike(entry, model, found[-1])
 
     def active(self, model: nn.Module, method: str = "forward") -> Captured:
-        """The whole graph of a method that was captured last for the present modes.
+        """Return the whole graph of a method that was captured last for the present modes.
 
         Raises:
             SeveralGraphsError: it has several.
@@ -404,6 +422,7 @@ class Conversion(Resources):
             if (captured := self._present(entry, model)) is None:
                 entry.dynamic.watched = True
                 raise self._not_captured(entry)
+        # One graph of a method in pieces would be taken for the whole.
         calls = captured.calls
         if calls is not None and calls.part:
             parts = [each.calls.part for each in self.captured.of(entry) if each.calls is not None]
@@ -445,7 +464,7 @@ class Conversion(Resources):
         return self.messages.not_captured(entry, bool(self.captured.of(entry)), net, self.declined)
 
     def method(self, name: str) -> EntryPoint:
-        """The entry point of that name; the path of a module stands for its forward.
+        """Return the entry point of that name; the path of a module stands for its forward.
 
         Raises:
             ValueError: there is none; with the nearest names.
@@ -459,7 +478,7 @@ class Conversion(Resources):
         return named.active or named
 
     def _traceable(self, entry: EntryPoint, model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
-        """The model as it was before its conversion, with the very same attributes, and its method: for a trace.
+        """Return the model as it was before its conversion, with the very same attributes, and its method: for a trace.
 
         The model itself stays as it is, since other threads may call it meanwhile.
         """
@@ -469,9 +488,10 @@ class Conversion(Resources):
         return twin, MethodType(entry.unbound, twin.get_submodule(entry.name.path))
 
     def check_policy(self, module: nn.Module) -> None:
-        """Once every method has graphs, or was called: raise PolicyError if an override matched nothing in any."""
+        """Raise PolicyError if an override matched nothing, once every method has graphs, or was called."""
         if self._policy_checked or not self.captured:
             return
+        # A later method may match what this one does not.
         if not all(entry.called or self.captured.of(entry) for entry in self.entries()):
             return
         everything = [node for each in self.captured for graph in every_graph(each.gm) for node in graph.graph.nodes]

@@ -73,7 +73,8 @@ class Resources:
 @contextlib.contextmanager
 def frames_of_shards(module: nn.Module) -> Iterator[None]:
     """Within the block dynamo captures the sharded modules of torch's in ``module``. Only where FSDP is in use."""
-    fsdp = sys.modules["torch.distributed.fsdp"]  # imported by whoever sharded something
+    # Imported by whoever sharded something.
+    fsdp = sys.modules["torch.distributed.fsdp"]
     shards = [part for part in module.modules() if part is not module and isinstance(part, fsdp.FSDPModule)]
     framed = [part for part in shards if "forward" not in part.__dict__ and skipped_by_dynamo(part.forward)]
     for part in framed:
@@ -109,7 +110,8 @@ class DynamicGraphs:
         self.seeing_through = resources.wrappers.compiled
         self._capture: dynamo.DynamoCapture | None = None
         self._under_net = True
-        self._sparse: bool | None = None  # whether a call met a sparse tensor; None: nobody looked at the model's yet
+        # Whether a call met a sparse tensor; None: nobody looked at the model's yet.
+        self._sparse: bool | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self.found: list[tuple[GraphModule, Program, bool, Calls]] = []
         self._ran = Ran()
@@ -128,6 +130,7 @@ class DynamicGraphs:
         capture = self._capture
         module = self._method.stand_in(call.module)
         call = call._replace(module=module)
+        # At the first call: two threads must not make two.
         if capture is None:
             with CAPTURING:
                 self._model = weakref.ref(call.model)
@@ -138,6 +141,7 @@ class DynamicGraphs:
         with self._ran.noted() as ran:
             output = self._run(capture, call)
             self._calls += 1
+            # What ran tells of a graph for which modes, and in which form, it was called.
             for calls, inputs, results in ran:
                 calls.number = self._calls
                 calls.note_mode(module, self.watched)
@@ -171,20 +175,23 @@ class DynamicGraphs:
         return None if self._capture is None else self._capture.extra_guards.failing()
 
     def rewritten(self, gm: GraphModule, inputs: list[Any], part: str) -> Callable[..., Any]:
-        """dynamo's backend: rewrite one graph, and run it on dynamo's arguments with shadows in the weights' places."""
+        """Rewrite one graph, as dynamo's backend, to run on its arguments with shadows in the weights' places."""
         make = functools.partial(self._argument_program, part=part)
+        # The first program serves this call; others come when arguments share memory in other ways.
         program = make(gm, inputs, any_memory=False)
         # Nothing of the model: dynamo keeps what it runs with the user's code, which outlives it.
         store, ran = weakref.ref(self._resources.store), self._ran
         programs = ProgramsByMemory(None if program.memory is None else own_copy(gm), make, program)
         self._programs.append(programs)
         known = weakref.ref(programs)
-        original = None if dynamo.ISOLATES else gm.forward  # dynamo's graph goes where nobody holds it
+        # dynamo's graph goes where nobody holds it.
+        original = None if dynamo.ISOLATES else gm.forward
 
         def run(*given: Any) -> Any:
             serving, weights = known(), store()
             if serving is None or weights is None:
-                assert original is not None  # the call of another model, in which dynamo runs what it had from this one
+                # The call of another model, in which dynamo runs what it had from this one.
+                assert original is not None
                 return original(*given)
             return serving.serving(given).run(weights, given, ran)
 
@@ -206,7 +213,7 @@ class DynamicGraphs:
         return ArgumentProgram.of(program, arguments, inputs, any_memory, calls)
 
     def without_net(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which autocast is as it is outside of the net."""
+        """Return a context in which autocast is as it is outside of the net."""
         return without_net()
 
     def met_sparse(self) -> None:
@@ -220,7 +227,7 @@ class DynamicGraphs:
         return RUNS_AS_TOLD if under_others() else ""
 
     def in_net(self, where: str, why: str) -> None:
-        """Code outside our graphs, and the reason."""
+        """Note code outside our graphs, and the reason."""
         if self._sparse:
             why = f"{why}; {RUNS_FP32} autocast has few kernels for sparse tensors"
         self.net_notes.setdefault(where, why)
@@ -229,15 +236,20 @@ class DynamicGraphs:
         """Decide what to do about an error of a call: perhaps it was none of the model's own."""
         capture = self._capture
         assert capture is not None
+        # An error of the passes comes wrapped in one of dynamo's: the user gets the inner one.
         ours = dynamo.backend_error(error)
         if ours is not None:
             raise ours
-        if dynamo.met_a_trace(error):  # of another thread; it comes before anything has run
+        # Of another thread; it comes before anything has run.
+        if dynamo.met_a_trace(error):
             with CAPTURING:
-                if not is_fx_tracing():  # else it is a trace of this thread's own
+                # Else it is a trace of this thread's own.
+                if not is_fx_tracing():
                     return self._run(capture, call)
         if not capture.failed_at_first(error):
-            raise error  # A part of the forward ran, or all: it must not run again.
+            # A part of the forward ran, or all: it must not run again.
+            raise error
+        # What eager autocast cannot run may run without it; if not, the first error is told.
         if self._under_net:
             with contextlib.suppress(Exception):
                 return self._without_net(call)

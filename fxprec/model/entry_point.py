@@ -29,19 +29,19 @@ class HooksSeen:
         self._seen: dict[tuple[int, Any], Mapping[Any, Any]] | None = None
 
     def note(self, owner: nn.Module) -> None:
-        """A method of ``owner`` was captured: what hooks there are now. Its own run around its graphs."""
+        """Note the hooks that there are now that a method of ``owner`` was captured. Its own run around its graphs."""
         submodules = (module for module in owner.modules() if module is not owner)
         dicts = (vars(module)[name] for module in submodules for name in HOOKS)
         self._seen = (self._seen or {}) | dict(_each((*dicts, *global_hooks.values())))
 
     @property
     def gone(self) -> bool:
-        """Flag: one of the hooks was removed."""
+        """Return whether one of the hooks was removed."""
         return bool(self._seen) and not all(key in hooks for (_, key), hooks in self._seen.items())
 
     @property
     def late(self) -> str | None:
-        """Reason why its graphs must not run now: they lack a hook of all modules."""
+        """Return the reason why its graphs must not run now, since they lack a hook of all modules; or None."""
         if self._seen is None or not any(global_hooks.values()):
             return None
         new = any(place not in self._seen for place, _ in _each(global_hooks.values()))
@@ -49,7 +49,7 @@ class HooksSeen:
 
 
 def _each(dicts: Any) -> Iterator[tuple[tuple[int, Any], Mapping[Any, Any]]]:
-    """Each hook by its place, and the dict that has it."""
+    """Yield each hook by its place, and the dict that has it."""
     return (((id(hooks), key), hooks) for hooks in dicts for key in [*hooks])
 
 
@@ -103,14 +103,14 @@ class EntryPoint(Method):
 
     @property
     def out_of_date(self) -> str | None:
-        """Reason why what dynamo captured must not run any more, or None."""
+        """Return the reason why what dynamo captured must not run any more, or None."""
         if self.hooks.gone and self.restarts < MOST_RESTARTS:  # else its guards tell
             return "a hook was removed"
         return self.dynamic.changed()
 
     @property
     def active(self) -> EntryPoint | None:
-        """Entry point that a call reaches: itself, or that of a function set on the instance; None without a method."""
+        """Return the entry point that a call reaches: itself, or that of a function set on the instance; or None."""
         owner = self.owner()
         if owner is None:
             return None
@@ -119,7 +119,7 @@ class EntryPoint(Method):
 
 
 def entry_of(function: Any) -> EntryPoint | None:
-    """The entry point of a function that stands on an instance for one that was set there."""
+    """Return the entry point of a function that stands on an instance for one that was set there."""
     return marked(function, ENTRY)
 
 
@@ -131,11 +131,11 @@ class CallWatcher(Protocol):
         ...
 
     def aside(self) -> AbstractContextManager[object]:
-        """Steps in the block are none of the loop's: they leave no trace, and what was known stays."""
+        """Keep steps in the block out of the loop: they leave no trace, and what was known stays."""
         ...
 
     def recording(self) -> AbstractContextManager[object]:
-        """A step in the block is looked at by the device alone; what comes is for ``replayed``, of its replays."""
+        """Have a step in the block looked at by the device alone; what comes is for ``replayed``, of its replays."""
         ...
 
     def fixed(self) -> Hashable:
@@ -143,15 +143,15 @@ class CallWatcher(Protocol):
         ...
 
     def begin(self) -> None:
-        """A captured step comes next: read what is known of those before it."""
+        """Read what is known of the steps so far: a captured one comes next."""
         ...
 
     def written(self) -> Iterable[Tensor]:
-        """The buffers that a call of the model may write."""
+        """Return the buffers that a call of the model may write."""
         ...
 
     def replayed(self, recording: object, optimizer: Optimizer, again: Callable[[float], None]) -> None:
-        """A captured step was launched.
+        """Note that a captured step was launched.
 
         Args:
             recording: of its graph.

@@ -13,7 +13,7 @@ from fxprec.programs.graph_modules import made_presentable
 
 
 def graph_module(module: nn.Module, method: str = "forward") -> GraphModule:
-    """The rewritten graph as a self-contained GraphModule: reads the module's own parameters, casts explicitly.
+    """Return the rewritten graph as a GraphModule that reads the module's own parameters, and casts explicitly.
 
     It is that of the modes (train, eval) which the module and those in it are in now, of several the one captured last.
     It is called as the method is, and gives what the method gives, in its containers; what the method writes to Python

@@ -35,7 +35,7 @@ def refresh(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
-    """Gradient accumulation: the weights stay as they are in the block, so only its first forward refreshes shadows.
+    """Accumulate gradients: the weights stay as they are in the block, so only its first forward refreshes shadows.
 
     ::
 
@@ -104,10 +104,12 @@ def freeze(model: _Model, pack: bool = True) -> _Model:
     model.eval()
     packed = conversion.new_packed() if pack else None
     if packed is not None:
-        conversion.capture_present(model)  # norms are folded into FP32 weights while these are there
+        # Norms are folded into FP32 weights while these are there.
+        conversion.capture_present(model)
         for captured in conversion.captured:
             packed.take(captured.program, captured.gm)
     names = conversion.captured.lowered_weights(model)
+    # Packed copies that fold a norm want the FP32 weights, which go now.
     with torch.no_grad(), contextlib.nullcontext() if packed is None else packed.folded_before(model):
         for name in names:
             path, _, leaf = name.rpartition(".")
@@ -117,7 +119,8 @@ def freeze(model: _Model, pack: bool = True) -> _Model:
             parameter.data = parameter.data.to(conversion.settings.dtype)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-        parameter.grad = None  # as large as the weights, and of no use any more
+        # As large as the weights, and of no use any more.
+        parameter.grad = None
     conversion.store.clear()
     conversion.frozen, conversion.packed = frozenset(names), packed
     return model

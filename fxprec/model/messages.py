@@ -62,6 +62,7 @@ class Messages:
         if net:
             where, why = next(iter(net.items()))
             return NotCapturedError(f"{called} has no graph: it {self._served()}. {where}: {why}")
+        # The reason nearest to what was asked for: of this method, else of the settings.
         waits = ["lower='pays' asks for sizes"] if self._settings.pays else []
         own = [why for why in declined if method.key == "forward" or why.startswith(f"{method.key}: ")]
         why = "".join(f" ({reason})" for reason in (own or waits)[-1:])

@@ -29,7 +29,7 @@ _ASKED_BY: Final = frozenset({"type", "__class__"})
 
 
 def twin_of(module: nn.Module) -> nn.Module:
-    """A new one."""
+    """Return a new twin of a module."""
     twin = object.__new__(original_class(module))
     object.__setattr__(twin, "__dict__", module.__dict__)
     return twin
@@ -49,6 +49,7 @@ def _asks(function: FunctionType, seen: set[CodeType]) -> bool:
     names = names_in(function.__code__)
     if not _ASKED_BY.isdisjoint(names):
         return True
+    # One level of calls by name is looked through: helpers that take ``self``.
     called = (function.__globals__.get(name) for name in names)
     return any(isinstance(value, FunctionType) and _asks(value, seen) for value in called)
 
@@ -73,7 +74,7 @@ class MethodName:
 
     @classmethod
     def parse(cls, text: str) -> MethodName:
-        """The inverse of ``str``."""
+        """Return the name that ``str`` wrote so."""
         path, _, name = text.rpartition(".")
         return cls(path, name)
 
@@ -114,11 +115,12 @@ class Method:
 
     @property
     def code_changed(self) -> bool:
-        """Flag: the class got another function since, or the function other code or defaults."""
+        """Return whether the class got another function since, or the function other code or defaults."""
         if self.of_instance is not None:
             return False
         function = getattr(self.original_class, self.name.name, None)
-        if function is not self._function:  # of some descriptors it is another one at each look
+        # Of some descriptors it is another one at each look.
+        if function is not self._function:
             return defined_method(self.original_class, self.name.name) is not self._defined
         return self._code is not None and not all(map(is_, function_parts(function), self._code))
 
@@ -127,7 +129,8 @@ class Method:
         if not self._asks_for_class or type(module) is self.original_class:
             return module
         if self._twin is None or self._twin.__dict__ is not module.__dict__:
-            self._twin = twin_of(module)  # one for all calls: dynamo's guards know it
+            # One for all calls: dynamo's guards know it.
+            self._twin = twin_of(module)
         return self._twin
 
     @functools.cached_property
@@ -136,7 +139,7 @@ class Method:
 
     @property
     def unbound(self) -> Callable[..., Any]:
-        """The untouched method as a function whose first argument is the module."""
+        """Return the untouched method as a function whose first argument is the module."""
         bound = self.of_instance
         if bound is None:
             return unbound_method(self.original_class, self.name.name)
@@ -144,7 +147,7 @@ class Method:
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
-        """Signature of the original, without self."""
+        """Return the signature of the original, without self."""
         if self.of_instance is not None:
             return inspect.signature(self.of_instance)
         signature = inspect.signature(self.unbound)
@@ -152,7 +155,7 @@ class Method:
 
     @functools.cached_property
     def steps(self) -> str | None:
-        """Object that a call makes in place of running the method, such as "a generator"; None: it runs the method."""
+        """Return what a call makes in place of running the method, such as "a generator"; None: it runs the method."""
         return steps_of(self.unbound if self.of_instance is None else self.of_instance)
 
     @property

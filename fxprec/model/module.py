@@ -72,6 +72,7 @@ class _Converted(Swapped):
         """Pickle as an object of the original class, to be converted again: a class made at run time has no name."""
         conversion = conversion_of(self)
         cls = conversion.original_class
+        # A class that was made at run time has no name by which it could be found again.
         make, args, *rest = super().__reduce_ex__(protocol)
         args = tuple(cls if argument is type(self) else portable(argument) for argument in args)
         packs = conversion.packed is not None
@@ -110,7 +111,7 @@ class _GraphAttribute:
 
 
 def _names(module: torch.nn.Module) -> list[str]:
-    """For ``dir``: without ``graph`` where there is none, since who goes through all (``torch.jit.trace``) reads it."""
+    """Return the names for ``dir``, with ``graph`` only if there is one: who goes through all reads it."""
     names = [name for name in original_class(module).__dir__(module) if name != "graph"]
     with contextlib.suppress(FxprecError):
         if conversion_of(module).captured and module.graph:
@@ -119,18 +120,20 @@ def _names(module: torch.nn.Module) -> list[str]:
 
 
 def _copied(module: torch.nn.Module, copied: Callable[[Any], Any]) -> Any:
-    """For a class that copies itself (a GraphModule): the copy is converted too."""
+    """Convert the copy of a module of a class that copies itself (a GraphModule), too."""
     conversion = conversion_of(module)
     with as_original(module):
         result = copied(module)
+    # A copy that went by __reduce_ex__ is converted already.
     if isinstance(result, torch.nn.Module) and not is_converted(result):
         attach(result, conversion.settings, conversion.frozen, conversion.packed is not None)
     return result
 
 
 def _recompile(module: GraphModule) -> Any:
-    """A GraphModule writes its new code to its class: that must be the original one, and the code is traced again."""
+    """Recompile the original class, to which a GraphModule writes its code; new code is traced again."""
     conversion = conversion_of(module)
+    # Whoever calls recompile may have changed nothing: then no graph is out of date.
     before = module.code
     with as_original(module):
         result = module.recompile()

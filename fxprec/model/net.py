@@ -72,6 +72,7 @@ class Net:
         self._device, self._dtype = device, dtype
 
     def __enter__(self) -> None:
+        # As it was before, whoever had set it: nets nest, and a user's region may be around.
         self.before, self.enabled = self.state(), True
         self.set(True, self._dtype, False)
         _nets.open.append(self)

@@ -84,15 +84,17 @@ class StaticEntry:
 
     @classmethod
     def of(cls, capture: StaticCapture, captured: Captured, tensors: tuple[Tensor, ...] | None) -> StaticEntry:
-        """The entry of a trace and of what became of it; ``tensors`` as for ``StaticGraphs.trace``."""
+        """Return the entry of a trace and of what became of it; ``tensors`` as for ``StaticGraphs.trace``."""
         kinds = None if tensors is None else _kinds(tensors)
         program, owners = captured.program, capture.owners
         low, plain = _places(owners, program.low), _places(owners, program.plain)
         watched = _places(owners, (*program.low, *program.watched))
+        # Only a program that writes can be wrong for tensors that share memory otherwise.
         memory = None
         if program.writes:
             memory = SharedMemory([*map(getitem, *watched)], constants_of(program.gm), tensors)
         low_dtypes, plain_dtypes = ([tensor.dtype for tensor in map(getitem, *places)] for places in (low, plain))
+        # Small regions were left to torch's ops; beyond these sizes a graph with them is worth a trace.
         left, most = largest_left(captured.gm), None
         if left is not None and tensors is not None:
             most = tuple(grows_to(tensor.numel(), left) for tensor in tensors)
@@ -151,6 +153,7 @@ class StaticEntry:
         Raises:
             OtherDtypes: these are others than the graph was rewritten for (``model.double()``).
         """
+        # The dtypes of what is not lowered decide promotion; of what is, the store looks at changes.
         plain = [*map(getitem, *self.plain)]
         if [*map(_dtype_of, plain)] != self.plain_dtypes:
             raise OtherDtypes
@@ -190,7 +193,8 @@ class StaticGraphs:
         known = self._entries.get((names, constants), [])
         for place, entry in enumerate(known):
             if entry.serves(tensors):
-                if place:  # the next calls are mostly like this one
+                # The next calls are mostly like this one.
+                if place:
                     known.insert(0, known.pop(place))
                 return entry, place > 0
         return None, False
@@ -221,10 +225,12 @@ class StaticGraphs:
         Raises:
             CaptureDeclined: there can be no graph; nothing was run.
         """
+        # An argument that changes with every call is a constant of each graph: dynamo makes it an input.
         known = self._of_names(names)
         if len(known) >= _ENOUGH and not self._symbolic:
             raise CaptureDeclined(f"{len(known)} graphs, and again {self._what_changed(names, constants)}")
-        get_overridable_functions()  # torch caches them for good: not while they are patched for a trace
+        # Torch caches them for good: not while they are patched for a trace.
+        get_overridable_functions()
         capture = trace_static(traced, names, dict(constants), method, path)
         if tensors is not None:
             propagate_shapes(capture.gm, tensors)
@@ -242,7 +248,7 @@ class StaticGraphs:
         return dropped
 
     def retire(self, entry: StaticEntry) -> list[Captured]:
-        """No call is served by it any more. Returns its graph."""
+        """Serve no call by it any more. Return its graph."""
         key: Any = entry.captured.key
         left = [other for other in self._entries.get(key, ()) if other is not entry]
         if left:
@@ -252,7 +258,7 @@ class StaticGraphs:
         return [entry.captured]
 
     def forget(self, captured: Captured) -> list[Captured]:
-        """No call is served by this graph any more, if it is one of these. Returns it."""
+        """Serve no call by this graph any more, if it is one of these. Return it."""
         return [gone for entry in self._all() if entry.captured is captured for gone in self.retire(entry)]
 
     def give_up(self) -> list[Captured]:
@@ -287,5 +293,5 @@ def _kinds(tensors: tuple[Tensor, ...]) -> list[_Kind]:
 
 
 def _places(owners: Mapping[str, Mapping[str, Any]], targets: tuple[str, ...]) -> _Places:
-    """For each target where it lives: the dict of its module, and its name there."""
+    """Return for each target where it lives: the dict of its module, and its name there."""
     return tuple([owners[target] for target in targets]), tuple([target.rpartition(".")[2] for target in targets])

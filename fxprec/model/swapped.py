@@ -42,7 +42,7 @@ class Swapped:
     """Base of every dynamic subclass, before the class that it stands for."""
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Nothing: a registry that the user's class keeps of its subclasses is no place for ours; see ``_subclass``."""
+        """Do nothing: a registry of the user's of its subclasses is no place for ours; see ``_subclass``."""
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         followed = name in type(self)._fxprec_methods  # before the class itself may be set
@@ -73,6 +73,7 @@ def swap_class(
     keys = {entry.name.name: entry.key for entry in entries}
     own = [name for name in keys if hasattr(cls, name)]  # others only the instance has
     originals = [unbound_method(cls, name) for name in own]
+    # Objects that were converted alike share a class, where nothing in it belongs to one of them.
     plain = _CONVERSION not in namespace and type(cls).__hash__ is type.__hash__
     plain = plain and all(isinstance(original, FunctionType) for original in originals)
     alike = (cls, base, *keys.items(), *originals, *sorted(namespace)) if plain else None
@@ -89,7 +90,7 @@ def swap_class(
 
 
 def _subclass(cls: type[nn.Module], base: type[Swapped], namespace: dict[str, Any]) -> type:
-    """A subclass that a metaclass of the user's does not hear of: it may register classes, or want its own arguments.
+    """Make a subclass of which no metaclass of the user's hears: it may register classes, or want its own arguments.
 
     It is of that metaclass all the same, and what the standard library's need (``ABCMeta``) is made.
     """
@@ -105,7 +106,8 @@ def swap_hosts(conversion: Conversion, model: nn.Module) -> None:
             host = model.get_submodule(path)
         except AttributeError:
             continue
-        if not is_host(host):  # one that a shallow copy shares stays the first model's
+        # One that a shallow copy shares stays the first model's.
+        if not is_host(host):
             swap_class(host, _Host, conversion, path, {_CONVERSION: weakref.ref(conversion)})
             follow_all(host)
 
@@ -126,6 +128,7 @@ def take_off(model: nn.Module) -> None:
         ConversionError: another class stands around one of ours by now; nothing was changed.
     """
     conversion: Conversion = model.__dict__[STATE]
+    # First all are looked at: a refusal must leave everything as it is.
     owners = {id(owner): owner for entry in conversion.methods.values() if (owner := entry.owner()) is not None}
     for owner in owners.values():
         if is_wrapped(owner):
@@ -154,7 +157,7 @@ def put_back(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def as_original(model: nn.Module) -> Iterator[None]:
-    """The model itself as it was before its conversion, for a while."""
+    """Have the model itself be as it was before its conversion, for a while."""
     swapped, attributes = model.__class__, model.__dict__
     kept = {name: attributes[name] for name in (STATE, *_followed(model))}
     plain = portable(kept)
@@ -174,7 +177,7 @@ def is_wrapped(module: nn.Module) -> bool:
 
 
 def portable(value: Any) -> Any:
-    """A part of a module's state as it would be without its conversion."""
+    """Return a part of a module's state as it would be without its conversion."""
     if not isinstance(value, dict):
         return value
     plain = {name: part for name, part in value.items() if name != STATE}
@@ -204,15 +207,16 @@ def _conversion_at(module: nn.Module) -> Conversion | None:
 
 
 def _enter_method(key: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call of a method of the class."""
+    """Enter the conversion by a call of a method of the class."""
     conversion = module.__dict__.get(STATE) or _conversion_at(module)
-    if conversion is None:  # a method that was kept from before ``revert``
+    # A method that was kept from before ``revert``.
+    if conversion is None:
         return unbound_method(original_class(module), key.rpartition(".")[2])(module, *args, **kwargs)
     return _enter(conversion, conversion.methods[key], module, args, kwargs)
 
 
 def _enter_function(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call of a function that was set on the instance."""
+    """Enter the conversion by a call of a function that was set on the instance."""
     module = entry.owner()
     conversion = None if module is None else _conversion_at(module)
     if module is None or conversion is None:
@@ -239,7 +243,7 @@ def _enter(
 
 
 def _follow(module: nn.Module, name: str, late: bool = False) -> None:
-    """A function that the instance has in the place of a method gets an entry point; the method itself goes away.
+    """Give a function that the instance has in the place of a method an entry point; the method itself goes away.
 
     Args:
         late: it was set just now. Some are set for one call, as Lightning's redirection of forward does: captured from
@@ -254,6 +258,7 @@ def _follow(module: nn.Module, name: str, late: bool = False) -> None:
         return
     key = type(module)._fxprec_methods[name]  # type: ignore[attr-defined]
     original = getattr(original_class(module), name, None)
+    # The class's own method, put back by hand: nothing is special any more.
     if isinstance(function, MethodType) and function.__self__ is module:
         if original is not None and original_function(function.__func__) is original:
             del module.__dict__[name]
@@ -274,7 +279,7 @@ for _function in (_enter_method, _enter_function, _enter, _follow):
 
 
 def _followed(module: nn.Module) -> Iterator[str]:
-    """Names of the functions of the instance that have entry points."""
+    """Yield the names of the functions of the instance that have entry points."""
     return (name for name in type(module)._fxprec_methods if entry_of(module.__dict__.get(name)) is not None)  # type: ignore[attr-defined]
 
 

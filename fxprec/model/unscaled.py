@@ -81,6 +81,7 @@ def _look(conversion: Conversion, optimizer: Optimizer, expecting: _Expecting) -
     if not stepped or capturing(stepped[0].device):
         return
     del expecting[conversion]
+    # First the scalers that are known: to look at all objects takes a tenth of a second.
     if any(map(has_scaled, _handed_back())) or any(map(has_scaled, _living_scalers())):
         return
     low = conversion.settings.dtype
@@ -98,7 +99,7 @@ def _look(conversion: Conversion, optimizer: Optimizer, expecting: _Expecting) -
 
 
 def _living_scalers() -> list[GradScaler]:
-    """Every enabled scaler of this process, ours and torch's, whoever made it: torch keeps no list of them.
+    """Find every enabled scaler of this process, ours and torch's, whoever made it: torch keeps no list of them.
 
     It looks at all objects, which takes a tenth of a second and more.
     """

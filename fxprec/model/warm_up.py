@@ -79,7 +79,7 @@ def _same_device(module: nn.Module, conversion: Conversion, args: tuple[Any, ...
 
 
 def _materialize(module: nn.Module, conversion: Conversion, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Lazy modules take their shapes, and so their classes, from a first call: those stay, all else is undone."""
+    """Let lazy modules take their shapes, and so their classes, from a first call; all else is undone."""
     shapeless = [part for part in module.modules() if any(map(is_lazy, part.buffers(recurse=False)))]
     conversion.bypassed += 1
     try:
@@ -102,7 +102,8 @@ def _untouched(module: nn.Module, conversion: Conversion, tensors: Iterable[Tens
             yield
     finally:
         if any(isinstance(tensor, nn.Parameter) for tensor in written):
-            conversion.store.mark_stale()  # a version that a shadow knows may come again, with other values
+            # A version that a shadow knows may come again, with other values.
+            conversion.store.mark_stale()
         state.restore()
         random.restore()
 

@@ -347,7 +347,8 @@ def form_of_call(
         if name in dynamic and isinstance(value, _NUMBERS):
             return ANYTHING
         wanted = expected(value)
-        return () if wanted is ANYTHING else wanted  # no object can be told from one that is built in
+        # No object can be told from one that is built in.
+        return () if wanted is ANYTHING else wanted
 
     wanted = {name: expected_argument(name, value) for name, value in given.items()}
     # A number that a symbol stands for is another one in the next call: an output must not have it built in.
@@ -427,6 +428,7 @@ class _Outputs:
             return self._tensor(value)
         if isinstance(value, _NUMBERS) and kind is not bool and value in self._changing:
             raise NoForm("it gives a number that may change with its inputs")
+        # What is no tensor is built in: the method gave it because of what is checked at each call.
         if value is ... or isinstance(value, (*_CONSTANTS, *_NUMBERS)):
             return value
         if kind is tuple or kind is list:

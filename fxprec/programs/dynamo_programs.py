@@ -69,6 +69,7 @@ class Calls:
 
     def note_mode(self, module: nn.Module, closely: bool) -> None:
         """Note a call of this module that ran it; ``closely``: modes of those in it may have changed, not its own."""
+        # To list all modes takes longer than many a call.
         if closely or module.training is not self._training:
             self._training = module.training
             self.modes.add(modes_of(module))
@@ -161,7 +162,8 @@ class ArgumentProgram:
     def run(self, store: ShadowStore, arguments: tuple[Any, ...], ran: Ran) -> Any:
         """Run the program on the weights as they are now."""
         calls = self.calls()
-        if ran.is_other(calls):  # what made it another one may have written weights unseen: adapters merged into them
+        # What made it another one may have written weights unseen: adapters merged into them.
+        if ran.is_other(calls):
             store.mark_stale()
         low, inputs = store.read(self.low(arguments)), self.inputs(arguments)
         try:
@@ -194,6 +196,7 @@ class ProgramsByMemory:
         """Return the program for arguments that share memory as these do."""
         if self._gm is None:
             return self._programs[0]
+        # Mostly the first one serves: arguments share memory as before.
         found = next((each for each in self._programs if each.serves(arguments)), None)
         if found is not None:
             return found

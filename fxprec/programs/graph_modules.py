@@ -37,6 +37,7 @@ def made_presentable(
         form: how it is to be called, and what it is to give; None: as it was captured.
     """
     _state_dtypes(gm)
+    # Each step runs once a graph: the model keeps the graph, and its users ask again.
     if form is not None and "formed" not in gm.meta:
         gm.meta["formed"] = True
         _Writer(gm, model, form).write()
@@ -47,7 +48,8 @@ def made_presentable(
         gm.meta["presented"] = True
         for each in every_graph(gm):
             run_checkpoints(each.graph)
-            for node in each.graph.nodes:  # the same as "val", by which split_module takes sizes for dynamo's inputs
+            # The same as "val", by which split_module takes sizes for dynamo's inputs.
+            for node in each.graph.nodes:
                 node.meta.pop("example_value", None)
         _take_over_state(gm, model)
         with_code(gm)
@@ -119,6 +121,7 @@ class _Writer:
             if looked_at:
                 given = {each.name: self._reached[each.name, ()] for each in looked_at}
                 gm.graph.call_function(check_arguments, (given, {each.name: each.expected for each in looked_at}))
+            # The graph's own inputs give way to what is reached from the method's arguments.
             for old, way in zip(olds, form.inputs, strict=True):
                 if not isinstance(way, Way | Tensor):
                     way = _built_in(old, way)
@@ -214,6 +217,7 @@ def _follow(gm: GraphModule, model: nn.Module) -> None:
 
 def _take_over_state(gm: GraphModule, model: nn.Module) -> None:
     """Give the graph the model's keys: both names of a tied weight, no buffer that the model does not save."""
+    # Of tied weights a graph reads one name; a state dict of the model has both.
     held = {id(tensor) for tensor in (*gm.parameters(), *gm.buffers())}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     targets = {path: attribute_path(path) for path, tensor in named if id(tensor) in held}

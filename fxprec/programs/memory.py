@@ -76,6 +76,7 @@ class SharedMemory:
     def holds(self, weights: Sequence[Tensor], inputs: Sequence[Any]) -> bool:
         """Return whether these share memory with each other as those did that the program was rewritten for."""
         layout = self._layout
+        # Weights mostly stay where they are, and their layout is known then.
         if layout.pointers != _pointers(weights):
             self._layout = layout = _Layout(weights, self._constants)
         if self._pattern is not None:
@@ -106,6 +107,7 @@ class _Layout:
 
     def has_none_of(self, spans: Sequence[_Span]) -> bool:
         """Return whether these share no memory, neither with each other nor with what lies here."""
+        # Neighbours in the order of memory tell whether any two overlap.
         if len(spans) > 1:
             spans = sorted(span for span in spans if span != _NOWHERE)
             if any(end > start for (_, end), (start, _) in pairwise(spans)):
@@ -123,7 +125,7 @@ class _Layout:
 
 
 def _pattern(spans: Sequence[_Span]) -> tuple[int, ...]:
-    """For each span the position of the first one that it overlaps with, perhaps by way of others."""
+    """Return for each span the position of the first one that it overlaps with, perhaps by way of others."""
     pattern = [*range(len(spans))]
     # In the order of memory a span overlaps with the group before it, or begins one.
     groups: list[list[int]] = []

@@ -115,7 +115,7 @@ class PackedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the packed copies hold by now."""
+        """Return the bytes that the packed copies hold by now."""
         copies = [copy for each in self._packed.values() for copy in each.copies]
         return sum(
             copy.nbytes if isinstance(copy, PackedConv) else copy.numel() * copy.element_size() for copy in copies

@@ -72,6 +72,7 @@ _NO_NAME: Final = re.compile(r"\W")
 
 def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device: str = "cpu") -> Program:
     """Make the program of a rewritten, self-contained graph. Constants and subgraphs stay attributes."""
+    # A cast of a weight becomes an input: the shadow. The weight itself is one where others read it too.
     shadows = {node: node.args[0] for node in gm.graph.nodes if is_weight_cast(node, low)}
     weights = [node for node in gm.graph.find_nodes(op="get_attr") if notes(node).kind in ("parameter", "buffer")]
     read = {node: None for node in weights if not node.users.keys() <= shadows.keys()}
@@ -101,10 +102,13 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
         else:
             args, kwargs = map_arg(node.args, values.__getitem__), map_arg(node.kwargs, values.__getitem__)
             values[node] = new_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
-            values[node].meta.update(node.meta)  # in place: assigning to an attribute of a node moves it in tables
+            # In place: assigning to an attribute of a node moves it in tables.
+            values[node].meta.update(node.meta)
+    # Regions that recompute run torch's checkpoint; the passes wanted dynamo's operator, whose body they see.
     checkpoints = gm.graph.find_nodes(op="call_function", target=tag_activation_checkpoint())
     run_checkpoints(graph, {values[node]: _written_operands(node) for node in checkpoints})
-    for body in every_graph(gm):  # regions within regions, and within branches; the program shares them with the graph
+    # Regions within regions, and within branches; the program shares them with the graph.
+    for body in every_graph(gm):
         if body is not gm and run_checkpoints(body.graph):
             body.recompile()
     _bind_patched(graph)
@@ -114,6 +118,7 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
     written = [node for node in gm.graph.nodes if notes(node).written]
     writes_weights = any(notes(node).kind == "parameter" for node in written)
     function = without_autocast(_runner(lifted, function), device)
+    # What it neither writes nor copies may share memory with anything.
     matters = {node.target for node in _written_or_copied(gm.graph)} if written else ()
     watched = tuple(target for target in named["plain"] if target in matters)
     return Program(function, named["low"], named["plain"], lifted, bool(written), watched, writes_weights)
@@ -191,7 +196,8 @@ def _with_wide_norms(lifted: GraphModule) -> GraphModule:
     graph = Graph()
     values: dict[Node, Node] = {}
     graph.output(graph.graph_copy(lifted.graph, values))
-    for node, copied in reversed(values.items()):  # readers first: they read the copy itself
+    # Readers first: they read the copy itself.
+    for node, copied in reversed(values.items()):
         if not _is_mixed_norm(node):
             continue
         for operand in node.all_input_nodes:  # at O3 its weights are low as well
@@ -231,7 +237,7 @@ def is_weight_cast(node: Node, low: torch.dtype) -> bool:
 
 
 def _bind_patched(graph: Graph) -> None:
-    """Generated code finds functions of torch by their names, where somebody may have put another one since."""
+    """Bind functions of torch: generated code finds them by names, where somebody may have put others since."""
     for node in graph.nodes:
         target = node.target
         if isinstance(target, FunctionType) and target.__module__.startswith("torch."):

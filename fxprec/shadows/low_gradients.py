@@ -64,7 +64,8 @@ def cast_with_low_gradient(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """
     refuse_ddp()
     _set_grad_dtype(weight, dtype)
-    if not weight.dim():  # nothing to slice: one number is cast both ways
+    # Nothing to slice: one number is cast both ways.
+    if not weight.dim():
         return weight.to(dtype)
     return torch.slice_scatter(torch.empty_like(weight, dtype=dtype), weight)
 

@@ -72,7 +72,8 @@ class Samples:
 
     @staticmethod
     def _zeros(rows: int, device: torch.device) -> Tensor:
-        with torch.inference_mode(False):  # rows made under inference_mode are written in training, too
+        # Rows made under inference_mode are written in training, too.
+        with torch.inference_mode(False):
             return torch.zeros(rows * SAMPLES, dtype=torch.int32, device=device)
 
 
@@ -104,22 +105,26 @@ class HostLook:
         self._storages = [weight.untyped_storage() for weight, _ in pairs]
         self._entries = [entry for _, entry in pairs]
         self._chosen = -1
-        self._zeros = 0  # number of zeros among all samples when others were last looked for
+        # Number of zeros among all samples when others were last looked for.
+        self._zeros = 0
         # Consecutive rows, as of weights made together, are one view: no gather, no scatter.
         rows = [entry.row for _, entry in pairs]
         self._rows = rows
         self._successive = rows == [*range(rows[0], rows[0] + len(rows))]
-        self._of: Tensor | None = None  # the values that ``_noted`` is a view of
+        # The values that ``_noted`` is a view of.
+        self._of: Tensor | None = None
         self._noted = self._numbers = torch.empty(0)
 
     def same(self) -> bool:
-        with unwatched() if watcher(ANY_MODE) is not None else nullcontext():  # modes should see the model's ops only
+        # Modes should see the model's ops only.
+        with unwatched() if watcher(ANY_MODE) is not None else nullcontext():
             return torch.equal(self._now(), self._read())
 
     def note(self) -> None:
         with unwatched() if watcher(ANY_MODE) is not None else nullcontext():
             now = self._now()
-            samples = now.view(torch.float32)  # as floats, for -0.0 is zero, too: a mask makes it of a negative number
+            # As floats, for -0.0 is zero, too: a mask makes it of a negative number.
+            samples = now.view(torch.float32)
             zeros = len(samples) - int(samples.count_nonzero())
             # With fewer zeros no weight has too many. An unchanged count: the last search found nothing better.
             if zeros >= SAMPLES - _FEW and zeros != self._zeros:

@@ -151,15 +151,18 @@ class ShadowStore:
         self.debug = debug
         self.refreshes = self.looked = 0
         self.come_and_go = False
-        self._sharded: tuple[int, ...] = ()  # the living FSDP modules when it was last asked
+        # The living FSDP modules when it was last asked.
+        self._sharded: tuple[int, ...] = ()
         self._entries: dict[int, Entry] = {}
         self._cached_reads: dict[tuple[int, ...], CachedRead] = {}
         self._stepped: set[int] = set()
         self._written: set[int] = set()  # by the optimizer, in its step
-        self._entered = False  # a forward began and no recording read has refreshed it yet
+        # A forward began and no recording read has refreshed it yet.
+        self._entered = False
         self._stale = False
         self._low_gradients: set[int] = set()  # of these shadows
-        self._unseen: set[int] = set()  # these weights may be written without a sign (``Entry.unseen``)
+        # These weights may be written without a sign (``Entry.unseen``).
+        self._unseen: set[int] = set()
         self._samples: dict[torch.device, Samples] = {}
         self._looks: dict[tuple[int, ...], tuple[list[Entry], list[Look]]] = {}  # by the entries' ids
         self._accumulating = 0
@@ -177,7 +180,8 @@ class ShadowStore:
         if (ids := tuple(map(id, sharded))) != self._sharded:
             self._sharded, self.come_and_go = ids, model is not None and _manages_part_of(model, sharded)
         if self.come_and_go and not came_and_went:
-            self.clear()  # made before the model was sharded: they would keep the whole weights alive
+            # Made before the model was sharded: they would keep the whole weights alive.
+            self.clear()
         self._entered = True
         if self._unseen and not self._held:
             self._stale = True
@@ -322,7 +326,8 @@ class ShadowStore:
                 self._held = self._accumulating > 0
             entries = [*map(self._entries.get, ids)]
             if None in entries:
-                self._living()  # new weights often replace old ones: let those go before memory grows
+                # New weights often replace old ones: let those go before memory grows.
+                self._living()
                 before = {*self._entries}
                 entries = [*map(self._entry, weights)]
                 pairs = zip(weights, entries, strict=True)
@@ -355,7 +360,8 @@ class ShadowStore:
         if changed is None or stepped not in (0, known) or written not in (0, 0 if changed or stepped else known):
             return False
         if changed and any(self._entries[key].version != then for key, then in zip(ids, cached.versions, strict=True)):
-            return False  # another read copied it meanwhile: a copy that autograd sees would break a pending backward
+            # Another read copied it meanwhile: a copy that autograd sees would break a pending backward.
+            return False
         if written and not same(cached.looks):
             return False
         if not written:
@@ -443,7 +449,8 @@ class ShadowStore:
             changed = weight._version != entry.version or entry.key in stepped
             if not entry.fits(weight) or (changed and weight.shape != entry.shadow.shape):
                 if entry.key in self._low_gradients:
-                    widen([weight])  # it may have no shadow again: model.double()
+                    # It may have no shadow again: model.double().
+                    widen([weight])
                 self._drop(entry.key)
             elif changed or (everything and entry.key not in self._written):
                 moving.append((weight, entry, changed))
@@ -480,7 +487,8 @@ class ShadowStore:
                 for targets, weights in copies:
                     foreach_copy_(targets, [*weights])
         except BaseException:
-            self.clear()  # half of the shadows are copied, which the notes do not tell
+            # Half of the shadows are copied, which the notes do not tell.
+            self.clear()
             raise
         self.refreshes += 1
 
@@ -515,7 +523,8 @@ class ShadowStore:
                 if entry.key in keys and not (self._stale and entry.key not in self._written) and entry.fits(weight)
             ]
             if not same(self._looks_at(pairs) or ()):
-                return  # the samples show it, so the next read refreshes
+                # The samples show it, so the next read refreshes.
+                return
             found = [(weight, entry) for weight, entry in pairs if entry.is_stale(weight)]
         if found:
             raise stale([weight for weight, _ in found], self.dtype, model)
@@ -553,7 +562,8 @@ def _stores() -> weakref.WeakSet[ShadowStore]:
     stores: weakref.WeakSet[ShadowStore] = weakref.WeakSet()
 
     def stepped(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        for store in list(stores):  # dynamo before torch 2.13 cannot unpack it, in a compiled step
+        # dynamo before torch 2.13 cannot unpack it, in a compiled step.
+        for store in list(stores):
             store._note_step(optimizer)
 
     register_optimizer_step_post_hook(stepped)

@@ -67,6 +67,7 @@ class Copying(Interpreter):
         if n.op in ("placeholder", "output"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
+        # Nobody reads it: dead code, but for what it writes.
         if n.op == "call_method" and notes(n).op.in_place and not n.users:
             args = (args[0], n.target, *args[1:])
             return self._tracer.create_proxy("call_function", write, args, kwargs, n.name, n.type)
@@ -100,6 +101,7 @@ class ExactGraphModule(GraphModule):
         return code
 
     def __copy__(self) -> GraphModule:
+        # A shallow copy has the same tensors, in dicts of its own: what is registered on one is not on the other.
         parts = {name: dict(vars(self)[name]) for name in ("_parameters", "_buffers", "_modules")}
         return _fill(_empty(*_kind(self)), _state(self) | parts, copy.deepcopy(self.graph))
 
@@ -112,6 +114,7 @@ class ExactGraphModule(GraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {name: value for name, value in _state(self).items() if name not in ("shape_env", "meta")}
+        # Notes of the passes are plain; the rest of it (fake tensors, shape environments) belongs to this process.
         state["meta"] = {name: value for name, value in self.meta.items() if isinstance(value, str | list)}
         return _empty, _kind(self), (state, SavedGraph.of(self.graph))
 
@@ -149,7 +152,7 @@ def _state(gm: GraphModule) -> dict[str, Any]:
 
 
 def _kind(gm: GraphModule) -> tuple[type[ExactGraphModule], str]:
-    """Class and name to make another one with: torch.fx gives each graph module a class of its own."""
+    """Return class and name to make another one with: torch.fx gives each graph module a class of its own."""
     return LazyGraphModule if isinstance(gm, LazyBase) else ExactGraphModule, type(gm).__name__
 
 
@@ -165,6 +168,7 @@ def _fill(gm: ExactGraphModule, attributes: dict[str, Any], graph: Graph) -> Exa
 
 def _open_to_tracers(forward: Callable[..., Any]) -> Callable[..., Any]:
     def opened(self: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        # Called by a trace from outside, its nodes go over as they are; the source would run in part.
         tracer = tracer_of((*args, *kwargs.values()))
         if tracer is None or getattr(tracer, "looks_into_graphs", False):
             return forward(self, *args, **kwargs)
@@ -172,7 +176,8 @@ def _open_to_tracers(forward: Callable[..., Any]) -> Callable[..., Any]:
         bound.apply_defaults()
         return Copying(self, tracer).run(*bound.args[1:])
 
-    opened.__code__ = opened.__code__.replace()  # one of its own: dynamo counts recompilations of each
+    # One of its own: dynamo counts recompilations of each.
+    opened.__code__ = opened.__code__.replace()
     return functools.update_wrapper(opened, forward)
 
 
@@ -261,7 +266,7 @@ class SavedGraph:
         return cls(tuple(nodes), codegen_of(graph))
 
     def graph(self) -> Graph:
-        """The graph again."""
+        """Return the graph again."""
         graph = Graph()
         made: list[Node] = []
 

@@ -45,13 +45,17 @@ from fxprec.torch_internals import (
 #: Patched around each compilation, never around a call (that costs 23 us).
 _CONFIG: Final = {
     "recompile_limit": 64,
-    "accumulated_recompile_limit": 2**20,  # of all conversions of a class together
+    # Of all conversions of a class together.
+    "accumulated_recompile_limit": 2**20,
     "skip_nnmodule_hook_guards": False,
     "optimize_ddp": False,
     "allow_rnn": True,
-    "allow_unspec_int_on_nn_module": True,  # a step counter: dynamic from its second value on
-    "invalidate_compile_context_weakrefs": True,  # to parameters: swap_tensors refuses those
-    "record_runtime_overhead": False,  # two more calls at each call, for profiles
+    # A step counter: dynamic from its second value on.
+    "allow_unspec_int_on_nn_module": True,
+    # To parameters: swap_tensors refuses those.
+    "invalidate_compile_context_weakrefs": True,
+    # Two more calls at each call, for profiles.
+    "record_runtime_overhead": False,
 }
 #: There, where no dict of the modules changed, no guard is asked further in: but classes and dtypes of weights may.
 _BEFORE_2_13: Final = {"use_recursive_dict_tags_for_guards": False, "skip_tensor_guards_with_matching_dict_tags": False}
@@ -88,19 +92,19 @@ class GraphReceiver(Protocol):
         ...
 
     def in_net(self, where: str, why: str) -> None:
-        """Code outside our graphs, and the reason."""
+        """Note code outside our graphs, and the reason."""
         ...
 
     def seeing_through(self) -> contextlib.AbstractContextManager[Any]:
-        """A context for one compilation, in which our wrappers are the functions that they stand for."""
+        """Return a context for one compilation, in which our wrappers are the functions that they stand for."""
         ...
 
     def without_net(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which autocast is as it is outside of the call."""
+        """Return a context in which autocast is as it is outside of the call."""
         ...
 
     def met_sparse(self) -> None:
-        """The function has a sparse tensor, which no graph takes: what follows is to run without autocast."""
+        """Note that the function has a sparse tensor, which no graph takes: what follows is to run without autocast."""
         ...
 
     def under_others(self) -> str:
@@ -144,7 +148,8 @@ class DynamoCapture:
         try:
             output = self._run(*args, **kwargs)
         except BaseException:
-            while skipped:  # dynamo gives up a function in which an error was raised for good: let it look again
+            # dynamo gives up a function in which an error was raised for good: let it look again.
+            while skipped:
                 reset_code(skipped.pop())
             raise
         if skipped:
@@ -194,7 +199,7 @@ class _Backend:
         return receiver
 
     def forget_weights(self) -> None:
-        """dynamo is done: its tables need not refer to weights any more."""
+        """Clear dynamo's tables, which need not refer to weights any more."""
         for table in self._tables:
             table.clear()
         self._tables.clear()
@@ -205,7 +210,7 @@ class _Backend:
         self._broken = dict(_counted("graph_break"))
 
     def given_up(self) -> str:
-        """The heading of what dynamo could not take since."""
+        """Return the heading of what dynamo could not take since."""
         return _latest("unimplemented", self._seen)
 
     def broke_on_sparse(self) -> bool:
@@ -245,9 +250,11 @@ class _Compiling:
         self._code = function.__code__
         self._code_around: types.CodeType = wrap_inline(function).__code__  # type: ignore[attr-defined]
         self.first = _FirstFrame()
-        self._torchdynamo_orig_backend = inner  # dynamo's cache compares backends through this name
+        # dynamo's cache compares backends through this name.
+        self._torchdynamo_orig_backend = inner
         self.skipped: list[types.CodeType] = []
-        self._extra_guards = weakref.ref(extra_guards)  # it holds the model's attributes, and dynamo this, for good
+        # It holds the model's attributes, and dynamo this, for good.
+        self._extra_guards = weakref.ref(extra_guards)
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
         if _marks_tensors(frame):
@@ -256,7 +263,8 @@ class _Compiling:
             self._backend.receiver.in_net(_place(frame.f_code), others)
             return passed_frame()
         extra_guards = self._extra_guards()
-        assert extra_guards is not None  # it belongs to what runs this very call
+        # It belongs to what runs this very call.
+        assert extra_guards is not None
         with (
             CAPTURING,
             self._backend.receiver.seeing_through(),
@@ -305,11 +313,13 @@ class _Compiling:
         """Return why dynamo leaves a function to the interpreter; None where it does not, or nothing is lost."""
         if hasattr(result, "skip_reason") or result is None:
             return getattr(result, "skip_reason", None)
-        if result.guarded_code is not None:  # torch < 2.13 keeps the reason to itself
+        # Torch < 2.13 keeps the reason to itself.
+        if result.guarded_code is not None:
             return None
         if result.frame_exec_strategy.cur_action != FrameAction.SKIP:
             return _BEYOND_LIMIT
-        untold = _UNTOLD if code is self._code else ""  # further in, most of these functions have no tensors
+        # Further in, most of these functions have no tensors.
+        untold = _UNTOLD if code is self._code else ""
         return self._backend.given_up() or untold
 
     def __getattr__(self, name: str) -> Any:
@@ -330,12 +340,12 @@ def _configured() -> Any:
 
 
 def _counted(category: str) -> dict[str, int]:
-    """dynamo's own count of the constructs that it met and could not take, by reason."""
+    """Return dynamo's own count of the constructs that it met and could not take, by reason."""
     return torch_dynamo().utils.counters[category]
 
 
 def _latest(category: str, seen: dict[str, int]) -> str:
-    """The heading of the latest reason that was counted since."""
+    """Return the heading of the latest reason that was counted since."""
     new = [reason for reason, times in _counted(category).items() if times > seen.get(reason, 0)]
     return new[-1].rpartition("***\n\n")[2].split("\n")[0] if new else ""
 
@@ -345,7 +355,7 @@ def _place(code: types.CodeType) -> str:
 
 
 def _own_code(function: Callable[..., Any]) -> types.FunctionType:
-    """A twin of ``function`` with a code object of its own: dynamo counts recompilations per code object."""
+    """Return a twin of ``function`` with a code object of its own: dynamo counts recompilations per code object."""
     if not disabled_for_dynamo(function):
         function = original_of_compiled(function)
     if not isinstance(function, types.FunctionType):
@@ -377,7 +387,7 @@ def failed_while_tracing(error: BaseException) -> bool:
 
 
 def backend_error(error: BaseException) -> BaseException | None:
-    """The error of our own passes that dynamo wrapped, if it is one."""
+    """Return the error of our own passes that dynamo wrapped, if it is one."""
     if isinstance(error, torch_dynamo().exc.BackendCompilerFailed):
         return error.__cause__ or getattr(error, "inner_exception", None)
     return None

@@ -63,7 +63,8 @@ def traced(
             try:
                 run(frame)
             finally:
-                frame.output.call_cleanup_hooks()  # they leave the regions that the trace is in
+                # They leave the regions that the trace is in.
+                frame.output.call_cleanup_hooks()
 
     # The dtypes come last, so that they are followed before a look at the node ends the trace.
     looking = [
@@ -97,7 +98,8 @@ def _refuse_to_tell(variable: Any, frame: Any, *_: Any, **__: Any) -> None:
 def _create_with_autocasts_own_dtype(
     create: Callable[..., Any], tracer: Any, op: str, target: Any, args: Any = None, *rest: Any, **more: Any
 ) -> Any:
-    if target is enter_autocast and args[1] is None:  # it is entered already, and the net has another default
+    # It is entered already, and the net has another default.
+    if target is enter_autocast and args[1] is None:
         args = (args[0], torch.get_autocast_dtype(args[0]), *args[2:])
     return create(tracer, op, target, args, *rest, **more)
 
@@ -234,7 +236,8 @@ def _is_low_by_net(node: Node, first: bool, known: dict[Node, bool]) -> bool:
     it.
     """
     if node not in known:
-        known[node] = True  # of a value that is made of itself, which there is not
+        # Of a value that is made of itself, which there is not.
+        known[node] = True
         value = node.meta.get("example_value")
         if node.op in ("placeholder", "get_attr"):
             known[node] = not (isinstance(value, torch.nn.Parameter) or (first and "grapharg" in node.meta))

@@ -50,6 +50,7 @@ def encoder_forward(
     output = nn.TransformerEncoder.forward(encoder, src, mask, src_key_padding_mask, is_causal)
     if not _drops_padding(encoder, src, mask, src_key_padding_mask):
         return output
+    # The fused path packs what is valid into a nested tensor, and pads with zeros afterwards.
     valid = src_key_padding_mask.logical_not()  # type: ignore[union-attr]
     positions = torch.arange(valid.size(1), device=valid.device)
     at_the_end = (valid == (positions < valid.sum(1, keepdim=True))).all()

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from fxprec.capture.capturing import CAPTURING
 from fxprec.capture.code_reads import names_in
 from fxprec.capture.facts import (
+    CapturedFacts,
     Expected,
     Fact,
-    Facts,
     Lookups,
     Ties,
     as_expected,
@@ -83,7 +83,7 @@ class ExtraGuards:
         self._environment: dict[Any, Any] | None = None
         self._registered: object = None
         self._results: list[tuple[Callable[[], Any], str, Any]] = []
-        self._facts: Facts | None = None
+        self._facts: CapturedFacts | None = None
 
     def inlined(
         self,
@@ -94,7 +94,7 @@ class ExtraGuards:
         owners: list[type],
         lasts: bool,
     ) -> None:
-        """dynamo inlines a function.
+        """Guard a function that dynamo inlines.
 
         Args:
             function: None where it is made within the frame.
@@ -105,6 +105,7 @@ class ExtraGuards:
         """
         if function is not None:
             self._functions.setdefault(function, function_parts(function))
+        # dynamo inlined what the class gave: another class in the order of lookup may give another one.
         for cls, name in (lookup for owner in owners for lookup in _lookups(owner, function)):
             found = inspect.getattr_static(cls, name, None)
             if found is None:
@@ -118,15 +119,16 @@ class ExtraGuards:
         self._runs(code, scope, [value], lasting)
 
     def result(self, call: Callable[[], Any], name: str, value: Any) -> None:
-        """A call of a function that keeps its results gives a plain value: the graph has it as a constant."""
+        """Guard a plain value that a function gave which keeps its results: the graph has it as a constant."""
         self._facts = None
         self._results.append((call, name, value))
 
     def frame(self, code: CodeType, scope: dict[str, Any], variables: Mapping[str, Any]) -> None:
-        """dynamo takes a frame with these globals and local variables."""
+        """Guard what a frame may read that dynamo takes, with these globals and local variables."""
         modules = {name for name, value in variables.items() if isinstance(value, nn.Module)}
         self.kept = modules.union(code.co_freevars).intersection(variables)
-        self._seen.clear()  # since the last one they may have lost a name
+        # Since the last one they may have lost a name.
+        self._seen.clear()
         values = [*variables.values()]
         self._runs(code, scope, values, [variables[name] for name in self.kept])
         for value in values:
@@ -136,9 +138,10 @@ class ExtraGuards:
                 self._lookups += [Lookups(modules)] if modules else []
 
     def _runs(self, code: CodeType, scope: dict[str, Any], values: Iterable[Any], lasting: Iterable[Any]) -> None:
-        """``lasting``: of the values, and beside them, those that the next call meets again."""
+        """Guard what code may look up; ``lasting``: of the values, and beside them, those that the next call meets."""
         self._facts = None
         values, names = [*values], names_in(code)
+        # Code that reads a namespace may find any name there that it mentions.
         if "__dict__" in names or "vars" in names:
             for value in values:
                 for path, module in value.named_modules() if isinstance(value, nn.Module) else ():
@@ -155,6 +158,7 @@ class ExtraGuards:
             self._seen.add((code, id(scope)))
             self._lacks(module.__name__, scope, names & _BUILTINS)
             around = [scope[name] for name in names if name in scope]
+        # Of what the code leads to, whatever may get an attribute of a name that the code looks up.
         for value in (*around, *lasting):
             if isinstance(value, FunctionType | ModuleType) and not is_library(value):
                 self._lacks(value.__name__, vars(value), names.union(_strings(code)))
@@ -178,7 +182,7 @@ class ExtraGuards:
             self._classes(attributes[name], names, seen)
 
     def _lacks(self, label: str, scope: Mapping[str, Any], names: Set[str], owner: type | None = None) -> None:
-        """A namespace, that of a class for instance, has none of these names, unless it has them already."""
+        """Guard that a namespace, of a class for instance, has none of these names, unless it has them already."""
         absent = self._absent.setdefault(id(owner or scope), (scope, label, set()))[2]
         absent.update(names - scope.keys())
 
@@ -187,7 +191,7 @@ class ExtraGuards:
         facts = self._facts
         if facts is None:
             with CAPTURING:
-                facts = self._facts = Facts(self._all_facts())
+                facts = self._facts = CapturedFacts(self._all_facts())
         return facts.failing()
 
     def _all_facts(self) -> Iterator[Fact]:
@@ -199,7 +203,8 @@ class ExtraGuards:
         ]
         yield from as_expected(each for each in methods if type(each.value) is FunctionType)
         for each in methods:
-            if type(each.value) is not FunctionType:  # what a descriptor makes may be another object at each look
+            # What a descriptor makes may be another object at each look.
+            if type(each.value) is not FunctionType:
                 look_up = functools.partial(inspect.getattr_static, attr=each.name)
                 yield Fact(look_up, each.scope, each.value, each.change)
         for scope, label, absent in self._absent.values():
@@ -244,7 +249,7 @@ def _lookups(owner: type, function: FunctionType | None) -> Iterator[tuple[type,
 
 
 def _function_of(value: Any) -> Any:
-    """The function of a method, of a static or class method, or of a property."""
+    """Return the function of a method, of a static or class method, or of a property."""
     return getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "func", None) or value
 
 

@@ -37,7 +37,7 @@ class Arguments:
 
 
 def own_graph(gm: GraphModule, inputs: Sequence[Any], model: nn.Module, path: str) -> tuple[GraphModule, Arguments]:
-    """A copy to rewrite: dynamo still reads the placeholders of the graph that it handed over.
+    """Return a copy to rewrite: dynamo still reads the placeholders of the graph that it handed over.
 
     Args:
         gm: dynamo's graph; its parameters and buffers are placeholders.
@@ -52,7 +52,7 @@ def own_graph(gm: GraphModule, inputs: Sequence[Any], model: nn.Module, path: st
 
 
 def own_copy(gm: GraphModule, made: dict[GraphModule, GraphModule] | None = None) -> GraphModule:
-    """The graph and the bodies that it calls, to be changed; they hold the very same tensors.
+    """Return a copy of the graph and the bodies that it calls, to be changed; they hold the very same tensors.
 
     Args:
         made: bodies that were copied already: one that is called by two names stays one.
@@ -86,6 +86,7 @@ def _name_weights(
     Returns:
         positions of weights by name, and of the inputs; whose frame was captured, if a weight tells.
     """
+    # Of tied weights the first name counts, as in ``named_parameters``.
     names = {id(value): (name, "buffer") for name, value in model.named_buffers()}
     names |= {id(value): (name, "parameter") for name, value in model.named_parameters()}
     weights: dict[str, int] = {}
@@ -101,6 +102,7 @@ def _name_weights(
             continue
         name, kind = known
         target = attribute_path(name)
+        # dynamo names a weight from its frame, the model from the root: the difference is where the frame's module is.
         frame = _path_of_frame(source, name) if frame is None else frame
         with gm.graph.inserting_before(node):
             weight = gm.graph.create_node("get_attr", target, name="p_" + name.replace(".", "_"))
@@ -117,6 +119,7 @@ def _name_weights(
 def _ask_sizes(gm: GraphModule, positions: Sequence[int]) -> tuple[int, ...]:
     """Ask the tensors for the sizes that dynamo passes beside them; the positions of the inputs that are left."""
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
+    # dynamo passes a size that may change beside the tensor that has it; a graph of ours takes tensors.
     sizes = {
         size.node.expr: (node, dimension)
         for node in reversed(placeholders)
@@ -165,6 +168,7 @@ def _relocate(gm: GraphModule, model: nn.Module, frame: str) -> None:
 
     dynamo's stacks begin below the module whose frame it captured.
     """
+    # The modules around the frame, outermost first, as a trace from the root would name them.
     parts = frame.split(".") if frame else []
     around = [".".join(parts[: length + 1]) for length in range(len(parts))]
     outer = {path: (path, type(model.get_submodule(path))) for path in around}

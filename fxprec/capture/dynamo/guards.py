@@ -104,7 +104,8 @@ def exact_closure(builder: Any, guard: Any) -> None:
         add_guard(builder, guard, lambda now: now is own(), f"the very same function {value.__qualname__}")
 
 
-@functools.cache  # dynamo makes one guard of two that are added by the same function
+# dynamo makes one guard of two that are added by the same function.
+@functools.cache
 def exact_fact(name: str) -> Callable[[Any, Any], None] | None:
     """Return what guards an attribute of tensors that code reads; None for one that dynamo guards itself."""
     if name not in _OF_AUTOGRAD:
@@ -323,7 +324,8 @@ def _answers(ask: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
     return guard_on
 
 
-@functools.cache  # dynamo makes one guard of two that are added by the same function
+# dynamo makes one guard of two that are added by the same function.
+@functools.cache
 def _has_key(key: str) -> Callable[[Any, Any], None]:
     def guard_on(builder: Any, guard: Any) -> None:
         there = key in vars(guarded_value(builder, guard))

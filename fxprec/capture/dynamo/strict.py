@@ -109,12 +109,14 @@ def _also(owner: Any, name: str, further: Callable[[Any, Any], None]) -> Replace
 
 
 class _Refusals:
-    """What stands in the places of dynamo's methods, or runs before them, during one compilation."""
+    """Stands in the places of dynamo's methods, or runs before them, during one compilation."""
 
     def __init__(self, extra_guards: ExtraGuards) -> None:
         self._extra_guards = extra_guards
-        self._applying: Any = None  # the autograd.Function whose call dynamo is in
-        self._returning = False  # the code that returns a frame's values is made
+        # The autograd.Function whose call dynamo is in.
+        self._applying: Any = None
+        # The code that returns a frame's values is made.
+        self._returning = False
 
     def replacements(self) -> list[Replacement]:
         """Return all of them."""
@@ -185,7 +187,8 @@ class _Refusals:
             self._returning = False
 
     def no_generator(self, variable: Any, _codegen: Any) -> None:
-        if self._returning:  # else one that the frame is in the middle of, at a graph break
+        # Else one that the frame is in the middle of, at a graph break.
+        if self._returning:
             raise _refused(f"the generator {variable.get_name()}, which runs later")
 
     def inlined(self, trace: Callable[..., Any], parent: Any, function: Any, args: Any, *rest: Any, **more: Any) -> Any:

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from fxprec.capture.facts import (
     PARTS,
     PARTS_OF_PROGRAMS,
+    CapturedFacts,
     Expected,
     Fact,
-    Facts,
     Lookups,
     Ties,
     as_expected,
@@ -86,7 +86,7 @@ class Reads:
         return f"{self.path}.{name}" if self.path else name
 
 
-class Guards(Facts):
+class Guards(CapturedFacts):
     """The facts for which alone a static graph holds.
 
     Args:

@@ -46,7 +46,7 @@ def trips(target: Any) -> str | None:
 
 
 def tripwires(decline: Callable[[str], Any]) -> list[tuple[Any, str, Any]]:
-    """Replacements that call ``decline`` in this thread; other threads go on as ever."""
+    """Return replacements that call ``decline`` in this thread; other threads go on as ever."""
     tracing = threading.get_ident()
 
     def wire(original: Any, what: str) -> Any:
@@ -114,6 +114,7 @@ class OpaqueCode:
 
     def _reached(self, code: CodeType, offset: int) -> None:
         why = self._places[id(code)][1].get(offset)
+        # Whether a question is unheard depends on what is on the stack.
         if callable(why):
             frame: Any = sys._getframe(1)
             while frame.f_code is not code:

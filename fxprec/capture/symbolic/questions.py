@@ -141,7 +141,7 @@ def _parts(listed: list[dis.Instruction], place: int, count: int) -> tuple[Expre
 
 
 def _expression(listed: list[dis.Instruction], place: int) -> tuple[Expression | None, int]:
-    """The one that ends at a place, and where it begins; past the first that cannot be read, none can."""
+    """Return the one that ends at a place, and where it begins; past the first that cannot be read, none can."""
     if place < 0:
         return None, 0
     instruction = listed[place]

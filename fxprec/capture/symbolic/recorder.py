@@ -82,7 +82,7 @@ def _unfit_object(attributes: dict[str, Any]) -> str | None:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """``vars(module)``, past the ``__getattribute__`` that counts who reads it."""
+    """Return ``vars(module)``, past the ``__getattribute__`` that counts who reads it."""
     return object.__getattribute__(module, "__dict__")
 
 
@@ -119,6 +119,7 @@ class Recorder:
             if not attributes.keys() >= _TENSORS:  # a traced module of TorchScript's
                 why = _unfit_class(type(module)) or "keeps its parameters elsewhere"
                 raise CaptureDeclined(f"submodule '{path}' {why}" if path else f"the model {why}")
+            # Of tensors that stand in two slots the first is read, and the other must stay the same one.
             for kind, slots in (("parameter", attributes["_parameters"]), ("buffer", attributes["_buffers"])):
                 for name, tensor in slots.items():
                     if tensor is None:
@@ -143,6 +144,7 @@ class Recorder:
             reads = all_reads.get(id(module)) or self._first_read(module)
             if (id(module), name) in seen:
                 return get(module, name)
+            # Each attribute is looked at once a trace; the next reads cost two look-ups.
             self._about_to_read(reads, name)
             try:
                 value = get(module, name)
@@ -159,7 +161,7 @@ class Recorder:
         return __getattribute__
 
     def called(self, module: nn.Module) -> None:
-        """A call of a submodule: its hooks would run."""
+        """Note a call of a submodule: its hooks would run."""
         reads = self._reads.get(id(module)) or self._first_read(module)
         if not reads.called:
             attributes = _attributes(module)
@@ -170,23 +172,23 @@ class Recorder:
             self.traces(attributes.get("forward", original_class(module).forward))
 
     def traces(self, function: Any) -> None:
-        """A function whose code will be traced: what it reads is guarded."""
+        """Look through a function whose code will be traced: what it reads is guarded."""
         if isinstance(function, MethodType) and isinstance(function.__self__, nn.Module):
             function = function.__func__
         if isinstance(function, FunctionType | MethodType) and (why := self.surroundings.look_at(function)) is not None:
             self._decline(f"calls {why}")
 
     def traces_method(self, module: nn.Module, name: str) -> None:
-        """A method of a class: its code will be traced, and the class must keep it."""
+        """Look through a method of a class: its code will be traced, and the class must keep it."""
         if (why := self.surroundings.attribute(original_class(module), name)) is not None:
             self._decline(f"reads {why}")
 
     def asks_shape(self, tensor: Tensor) -> None:
-        """The forward used the shape of this parameter or buffer as a constant."""
+        """Note that the forward used the shape of this parameter or buffer as a constant."""
         self._add_asked(self.slots[id(tensor)][1], _SHAPE)
 
     def asks_missing(self, tensor: Tensor, name: str) -> None:
-        """The forward asked this parameter or buffer for an attribute that nobody set on it."""
+        """Note that the forward asked this parameter or buffer for an attribute that nobody set on it."""
         slot = self.slots[id(tensor)][1]
         self._asked[slot.path, name] = (slot, lambda asked: name in vars(asked), False)
 
@@ -195,9 +197,10 @@ class Recorder:
             self._asked[slot.path, ask] = (slot, ask, ask(slot.tensor()))
 
     def guards(self) -> Guards:
-        """The guards of everything read so far."""
+        """Return the guards of everything read so far."""
         found = self.surroundings
-        if (why := found.reach_all(self._classes)) is not None:  # a class is asked for without a read of its module
+        # A class is asked for without a read of its module.
+        if (why := found.reach_all(self._classes)) is not None:
             self._decline(f"asks for types, and may read {why}")
         for label, tensor in found.tensors.values():
             self._add_asked(Slot({"": tensor}, "", label), _FACTS)
@@ -216,9 +219,11 @@ class Recorder:
         reads = self._reads[id(module)] = Reads(path, module)
         if (why := unfit(module)) is not None:
             self._decline(f"submodule '{path}' {why}" if module is not self._root else f"the model {why}")
+        # Code of the user's that runs whenever an attribute is missing.
         if original_class(module).__getattr__ is not nn.Module.__getattr__:
             self.traces_method(module, "__getattr__")
         attributes = _attributes(module)
+        # Methods of nn.Module that somebody set on the instance are attributes like any other.
         if not _METHODS.isdisjoint(attributes):
             for name in _METHODS.intersection(attributes):
                 if module is not self._root or name != "forward":
@@ -228,7 +233,7 @@ class Recorder:
         return reads
 
     def _about_to_read(self, reads: Reads, name: str) -> None:
-        """Reading may run code, of a property or another descriptor: it is looked through before."""
+        """Look through the code of a property or another descriptor before it runs."""
         raw = _raw(original_class(reads.module), name)
         if isinstance(raw, property | functools.cached_property):
             self.traces_method(reads.module, name)
@@ -256,6 +261,7 @@ class Recorder:
             return
         if name == "_wrapped_call" and isinstance(reads.module, torch.fx.GraphModule):
             return
+        # Found on the class: the instance must not hide it, and its code is read.
         if _raw(original_class(reads.module), name) is not _MISSING:
             reads.missing.add(name)
             self.traces_method(reads.module, name)

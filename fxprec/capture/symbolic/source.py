@@ -51,7 +51,7 @@ def has_handlers(code: CodeType) -> bool:
 
 
 def catches(frame: FrameType) -> str | None:
-    """``RuntimeError``: what the frame catches where it is now, if an op may raise it; None if nothing."""
+    """Return what the frame catches where it is now, such as ``RuntimeError``, if an op may raise it; else None."""
     code = _read(frame.f_code)
     offset, seen = frame.f_lasti, set()
     while True:
@@ -62,7 +62,8 @@ def catches(frame: FrameType) -> str | None:
         for caught in _clauses(code, target, frame):
             if _may_be_raised(caught):
                 return caught.__name__ if isinstance(caught, type) else "errors"
-        offset = target  # what no clause matches goes on to the handler around this one
+        # What no clause matches goes on to the handler around this one.
+        offset = target
 
 
 def ends_errors(code: CodeType) -> bool:
@@ -90,7 +91,8 @@ def ends_errors(code: CodeType) -> bool:
 
 @lru_cache(maxsize=1024)
 def _read(code: CodeType) -> _Code:
-    bytecode: Any = dis.Bytecode(code)  # exception_entries is missing from the stubs
+    # ``exception_entries`` is missing from the stubs.
+    bytecode: Any = dis.Bytecode(code)
     instructions = tuple(each for each in bytecode if each.opname not in ("CACHE", "EXTENDED_ARG", "NOP"))
     places = {instruction.offset: place for place, instruction in enumerate(instructions)}
     return _Code(instructions, places, bytecode.exception_entries)
@@ -170,7 +172,7 @@ class SourceLines:
         return (self._kind(code) if known is None else known[0]) in (_USER, _USER_WITH_HANDLERS)
 
     def user_frame(self, frame: FrameType | None) -> tuple[FrameType | None, str | None]:
-        """The innermost user frame from ``frame`` outwards, and why no op can be recorded here, if so.
+        """Return the innermost user frame from ``frame`` outwards, and why no op can be recorded here, if so.
 
         An activation checkpoint lies on the way, or a handler that would catch what the op raises. In models made of
         torch's own modules only, no frame is the user's: the innermost ``forward`` stands in.
@@ -178,7 +180,8 @@ class SourceLines:
         found: FrameType | None = None
         forward: FrameType | None = None
         why: str | None = None
-        kinds = self._kinds  # at hand: this loop runs over some ten frames for every node
+        # At hand: this loop runs over some ten frames for every node.
+        kinds = self._kinds
         while frame is not None:
             known = kinds.get(id(frame.f_code))
             kind = self._kind(frame.f_code) if known is None else known[0]
@@ -220,13 +223,13 @@ class SourceLines:
         return text
 
     def place(self, frame: FrameType, line: int) -> str:
-        """``model.py:12 `x = self.fc(x)```, for a reason."""
+        """Return ``model.py:12 `x = self.fc(x)```, for a reason."""
         file = frame.f_code.co_filename
         source = linecache.getline(file, line, frame.f_globals).strip()
         return f"{os.path.basename(file)}:{line}" + (f" `{source}`" if source else "")
 
     def place_of_error(self, trace: TracebackType | None) -> str:
-        """The innermost user line below ``stop`` that an exception passed through; '' if there is none."""
+        """Return the innermost user line below ``stop`` that an exception passed through; '' if there is none."""
         place = ""
         inside = False
         for frame, line in traceback.walk_tb(trace):

@@ -12,6 +12,10 @@ of the user's, a dict) are found in the bytecode, before a function is called:
 ``rng.random()``, ``time.time()``     opaque: the trace stops there, if it comes there, before that is executed
 ``global count; count += 1``          likewise
 ====================================  ==========================================================================
+
+A value that code gets hold of is looked through (``look_at``): of a function its code is read, of a class the
+attributes that code may ask for are guarded, of a container what is in it. Each of these may lead to further values.
+Wherever the walk ends at something that may change unseen, it says why, and the trace must not get there.
 """
 
 from __future__ import annotations
@@ -116,34 +120,39 @@ class Surroundings:
 
     def __init__(self, stop_at: Callable[[types.CodeType, tuple[int, ...], Why], None]) -> None:
         self._stop_at = stop_at
+        # Each guard once, by where it looks: the first look, before the trace runs, is the one that counts.
         self._expected: dict[tuple[int, Any], Expected] = {}
-        self._looked_at: dict[int, tuple[Any, str | None]] = {}  # with the object, so that its id stays its own
+        # With the object, so that its id stays its own.
+        self._looked_at: dict[int, tuple[Any, str | None]] = {}
         self._codes: set[tuple[int, int, tuple[int, ...]]] = set()
         self._classes: set[type] = set()
-        self._builtins: dict[int, tuple[dict[str, Any], set[str]]] = {}  # by the globals that must not hide them
+        # By the globals that must not hide them.
+        self._builtins: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self._names: set[str] = set()
         self.functions: list[types.FunctionType] = []
         self.contents = Contents()
         self.tensors: dict[int, tuple[str, Tensor]] = {}
         self.asks_types = False
         self._depth = 0
-        self._makes_names = False  # perhaps getattr(type(self), f"scale{i}")
-        self._asks_functions = False  # perhaps hasattr(function, "scale")
+        # What code may ask that names in it do not tell: getattr(type(self), f"scale{i}"), hasattr(function, "scale").
+        self._makes_names = self._asks_functions = False
 
     @property
     def expected(self) -> list[Expected]:
-        """Guards: values outside of the modules for which alone the graph holds."""
+        """Return the values outside of the modules for which alone the graph holds."""
         return [*self._expected.values()]
 
     @property
     def absent(self) -> list[Fact]:
-        """Names that code asked for in vain, or may have: globals, and attributes of classes and functions."""
+        """Return names that code asked for in vain, or may have: globals, and attributes of classes and functions."""
         lacks = [("the global ", scope, names) for scope, names in self._builtins.values()]
         owners = [*self._classes, *(self.functions if self._asks_functions else ())]
         lacks += [
             (f"{each.__qualname__}.", vars(each), self._names - vars(each).keys() - _OF_CLASSES) for each in owners
         ]
         return [lacking(label, scope, names) for label, scope, names in lacks if names]
+
+    # Values: what traced code gets hold of.
 
     def look_at(self, value: Any, label: str = "") -> str | None:
         """Look through a value that traced code gets hold of. None, or why it is opaque: "an object (Random) ...".
@@ -160,7 +169,8 @@ class Surroundings:
         if known is None:
             if self._depth >= _DEEPEST or len(self._looked_at) >= _MOST:
                 return f"{label or 'an object'}, through more functions and objects than a trace is checked for"
-            self._looked_at[id(value)] = value, None  # it may hold itself
+            # It may hold itself: whoever meets it within takes it for harmless until the walk is done with it.
+            self._looked_at[id(value)] = value, None
             self._depth += 1
             try:
                 known = self._looked_at[id(value)] = value, self._look_at(value, label)
@@ -170,6 +180,7 @@ class Surroundings:
 
     def _look_at(self, value: Any, label: str) -> str | None:
         kind = type(value)
+        # What leads further: code, and what containers and callables hold.
         if kind is types.FunctionType:
             return self._function(value)
         if is_container(value):
@@ -190,6 +201,7 @@ class Surroundings:
             return self._first(each for each in (value.fget, value.fset, value.fdel) if each is not None)
         if isinstance(value, functools.cached_property):
             return self.look_at(value.func)
+        # What ends the walk: it cannot change, or torch's own functions record what they do with it.
         if isinstance(value, types.ModuleType):
             return None if is_trusted(value) else f"the module {value.__name__}, which may change inside"
         if isinstance(value, _UNCHANGING):
@@ -197,8 +209,9 @@ class Surroundings:
         if isinstance(value, _BUILTINS):
             return self._builtin(value)
         if is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            # Its fields are guarded all the same: object.__setattr__ writes to a frozen one.
             attributes = getattr(value, "__dict__", {})
-            for name in attributes:  # a frozen one can be forced
+            for name in attributes:
                 self._expect(f"{label}.{name}", attributes, name, attributes[name])
             return self._held((kind, *(getattr(value, field.name, None) for field in fields(kind))), label)
         if is_torchs(kind) and is_trusted(kind) and not isinstance(value, torch.Generator):
@@ -208,7 +221,7 @@ class Surroundings:
         return f"an object ({kind.__name__}) that may change inside"
 
     def _first(self, values: Iterable[Any]) -> str | None:
-        """The first reason; all are looked at."""
+        """Return the first reason; all are looked at."""
         return next((why for why in [self.look_at(value) for value in values] if why is not None), None)
 
     def _held(self, values: Iterable[Any], label: str) -> str | None:
@@ -223,9 +236,12 @@ class Surroundings:
         self._makes_names = self._makes_names or value is getattr
         self._asks_functions = self._asks_functions or value in (getattr, hasattr)
         owner = getattr(value, "__self__", None)
-        if type(owner) in CONTAINERS:  # a bound method, such as cache.append
+        # A bound method, such as cache.append.
+        if type(owner) in CONTAINERS:
             return self._held([owner], getattr(value, "__qualname__", ""))
         return None if is_trusted(value) else f"{getattr(value, '__qualname__', value)}, {_IMPURE}"
+
+    # Functions: what their code reads, writes and asks.
 
     def _function(self, function: types.FunctionType) -> str | None:
         if not is_trusted(function):
@@ -255,6 +271,7 @@ class Surroundings:
             held = _content(cell)
             if isinstance(held, types.FunctionType) and not is_trusted(held):
                 self.look_at(held)
+        # The code of torch's layers looks functions up in a module, where a user may have put another one.
         if scope.get("__name__", "").startswith("torch.nn.modules."):
             for read in code_reads(function.__code__).reads:
                 owner = scope.get(read.name)
@@ -262,7 +279,7 @@ class Surroundings:
                     self._patchable(owner, str(read.chain[0]))
 
     def _patchable(self, owner: types.ModuleType, name: str) -> None:
-        """``F.linear`` in the code of ``nn.Linear``: still the same function, or one that the user put there."""
+        """Guard ``F.linear`` in the code of ``nn.Linear``, the same function still, or one that the user put there."""
         function = vars(owner).get(name)
         if isinstance(function, types.FunctionType | types.BuiltinFunctionType):
             self._expect(f"{owner.__name__}.{name}", vars(owner), name, function)
@@ -276,16 +293,19 @@ class Surroundings:
             return
         self._codes.add(key)
         found = code_reads(code)
+        # What it reads outside is guarded, or stops the trace where it is read; what it writes there always does.
         for read in found.reads:
             if (why := self._read(read, scope, outer)) is not None:
                 self._stop_at(code, read.offsets[-1:], f"reads {read}: {why}")
         for write in found.writes:
             if write.kind == "global" or write.name in outer:
                 self._stop_at(code, write.offsets, f"sets the {write.kind} variable {write.name}")
+        # A graph raises when it runs and not when it is traced, and a proxy does not hear each question.
         if ends_errors(code):
             self._stop_at(code, (), "may end an error that an op raises")
         for question in questions(code):
             self._stop_at(code, (question.offset,), functools.partial(unheard, question))
+        # Past these names a trace sees nothing; the names in the code are those that it may ask classes for.
         for name in _INSIDE.intersection(found.names):
             self._stop_at(code, found.names[name], f"reads {name}, past all that is watched")
         if "__class__" in outer and (why := self.look_at(_content(outer["__class__"]))) is not None:
@@ -296,25 +316,29 @@ class Surroundings:
             self._code(nested, scope, {name: outer[name] for name in nested.co_freevars if name in outer})
 
     def _may_name(self, names: Set[str]) -> str | None:
-        """Traced code may read these attributes of any class that it gets hold of. Why it must not, or None."""
+        """Note attributes that traced code may read of any class; return why it must not, or None."""
         new = names - self._names
         self._names |= new
         self.asks_types = self.asks_types or "__class__" in new
         reasons = [self._attributes(cls, new) for cls in (*self._classes,)] if new else ()
         return next(filter(None, reasons), None)
 
+    # Names: what stands in globals, closures and modules, and attributes from there on.
+
     def _read(self, read: Read, scope: dict[str, Any], outer: Mapping[str, types.CellType]) -> str | None:
         """Guard what this names. Why it cannot be guarded, or None."""
         if read.kind == "import":
             return self._imported(read, scope)
         if read.kind == "closure":
-            if read.name not in outer:  # a variable of the traced function around
+            # A variable of the traced function around.
+            if read.name not in outer:
                 return None
             cell = outer[read.name]
             return self._root(f"the closure variable {read.name}", cell, "cell_contents", _content(cell), read)
         if read.name in scope:
             value = scope[read.name]
             return self._root(f"the global {read.name}", scope, read.name, value, read)
+        # A builtin, which a global of that name would hide.
         self._builtins.setdefault(id(scope), (scope, set()))[1].add(read.name)
         value = vars(builtins).get(read.name, _MISSING)
         if value is _MISSING:
@@ -342,6 +366,7 @@ class Surroundings:
 
     def _chain(self, label: str, value: Any, chain: tuple[str | Key, ...]) -> str | None:
         """Guard attribute after attribute, as far as they can be told without running code."""
+        # Guards are made only once the end of the chain turned out to be harmless: (scope, label, name) of each step.
         steps: list[tuple[Any, str, Any]] = []
         for name in chain:
             if isinstance(name, Key):
@@ -353,6 +378,7 @@ class Surroundings:
                 continue
             if is_plain(value) or isinstance(value, Tensor | nn.Module) or type(value) in CONTAINERS:
                 break
+            # Members of an Enum stay what they are.
             if isinstance(value, type) and issubclass(value, enum.Enum):
                 return None
             if isinstance(value, type) and not is_trusted(type(value)):
@@ -360,8 +386,9 @@ class Surroundings:
             scope = _namespace(value, name)
             if scope is None:
                 self._asks_functions = self._asks_functions or isinstance(value, types.FunctionType)
+                # A part of torch that is made when it is asked for, such as torch._VF.
                 if isinstance(value, types.ModuleType) and is_trusted(value):
-                    return None  # such as torch._VF, made when it is asked for
+                    return None
                 break
             label = f"{label.removeprefix('the global ')}.{name}"
             found = scope[name]
@@ -384,8 +411,10 @@ class Surroundings:
         if key not in self._expected:
             self._expected[key] = Expected(label, scope, name, remembered(unpatched(value)))
 
+    # Classes: what traced code may ask them for.
+
     def reach(self, cls: type) -> str | None:
-        """A class that traced code gets hold of: its attributes, those of a module by the names that code reads."""
+        """Guard the attributes of a class that code gets hold of (of a module those named); return why not, or None."""
         if issubclass(cls, torch.Generator):
             return "torch.Generator, whose numbers are other ones each time"
         own = [base for base in cls.__mro__ if not is_trusted(base)]
@@ -394,14 +423,16 @@ class Surroundings:
         reasons = []
         if not is_trusted(type(cls)) and (own_code := self._names & vars(type(cls)).keys() - _OF_CLASSES):
             return f"{cls.__qualname__}.{min(own_code)}, of its metaclass"
+        # All attributes of a class of the user's; of a module or an Enum, which may have hundreds, those named in code.
         for base in own:
             if base not in self._classes:
                 self._classes.add(base)
                 self.contents.add(base)
                 named = self._names if issubclass(base, nn.Module | enum.Enum) else vars(base).keys()
                 reasons.append(self._attributes(base, named))
+                # An inherited one is looked up through the class itself: no class before it may get it either.
                 for name in self._names & vars(base).keys() - _OF_CLASSES if base is not cls else ():
-                    self._expect_attribute(cls, name)  # no class before it has it either
+                    self._expect_attribute(cls, name)
         return next(filter(None, reasons), None)
 
     def reach_all(self, classes: Collection[type]) -> str | None:
@@ -446,7 +477,7 @@ class Surroundings:
 
 
 def _namespace(value: Any, name: str) -> Mapping[str, Any] | None:
-    """The dict that an attribute is found in; None where code would run, or there is no such attribute."""
+    """Return the dict that an attribute is found in; None where code would run, or there is no such attribute."""
     if isinstance(value, type):
         return next((vars(base) for base in value.__mro__ if name in vars(base)), None)
     if not isinstance(type(value).__getattribute__, types.WrapperDescriptorType):  # one in Python

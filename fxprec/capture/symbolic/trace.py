@@ -156,6 +156,7 @@ def _trace(tracer: ForwardTracer, root: nn.Module) -> fx.Graph:
         _leave_contexts(error)
     finally:
         moved, written, outside = random.restore(), model.restore(), tracer.recorder.surroundings.contents.restore()
+    # A forward may have caught the exception of a decline.
     if tracer.declined is not None:
         reason = tracer.declined.reason
     elif written is not None and not reason:
@@ -178,10 +179,12 @@ def _leave_contexts(error: BaseException) -> None:
 
 def _check_constants(tracer: ForwardTracer, graph: fx.Graph) -> None:
     """Decline a graph that would change a constant, or give one away: the next call would not get it afresh."""
+    # Views of a constant are constants: the list grows on the way.
     constants = {node for node in graph.find_nodes(op="get_attr", sort=False) if notes(node).kind == "constant"}
     if not constants:
         return
-    fresh = {node for node in constants if node.target in tracer.made}  # the original makes them anew at each call
+    # The original makes them anew at each call.
+    fresh = {node for node in constants if node.target in tracer.made}
     for node in graph.nodes:
         if node.op == "get_attr":
             continue

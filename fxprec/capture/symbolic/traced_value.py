@@ -88,7 +88,8 @@ class TracedValue(Proxy):
     def _is_clear(self, cls: type) -> bool:
         if issubclass(cls, Tensor):
             return cls is Tensor
-        if isinstance(cls, type(torch.FloatTensor)):  # which asks a tensor in memory for its dtype
+        # Which asks a tensor in memory for its dtype.
+        if isinstance(cls, type(torch.FloatTensor)):
             return False
         return issubclass(Tensor, cls) or not issubclass(type(self), cls)  # Callable
 
@@ -132,7 +133,8 @@ class TracedValue(Proxy):
     def __hash__(self) -> int:
         return object.__hash__(self) if self.tracer.ended else self.tracer.decline("hashes a traced value")
 
-    def __repr__(self) -> str:  # what str() and format() call; a scripted function's error too
+    # What str() and format() call; a scripted function's error too.
+    def __repr__(self) -> str:
         return super().__repr__() if self.tracer.ended else self.tracer.decline("makes text of a traced value")
 
     def __int__(self) -> int:
@@ -168,7 +170,7 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _is_number(node: Node) -> bool:
-    """Sizes, and what is computed from nothing but sizes."""
+    """Return whether it is a size, or computed from nothing but sizes."""
     if node.op == "call_method":
         return node.target in _NUMBER_METHODS
     if node.target is getattr:

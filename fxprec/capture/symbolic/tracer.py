@@ -56,7 +56,8 @@ class RealTensorOps(OpMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._decline(f"draws random numbers while tracing ({func})")
-        if func is not torch.ops.aten.lift_fresh.default:  # this one brings in a tensor made of Python numbers
+        # This one brings in a tensor made of Python numbers.
+        if func is not torch.ops.aten.lift_fresh.default:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor) and id(leaf) not in self.made:
                     self._decline(f"computes with the values of a tensor while tracing ({func})")
@@ -72,8 +73,9 @@ _DECLINED_METHODS: Final = {"numpy": "leaves torch for numpy", "backward": "runs
 
 
 def check_dim(dim: int, lowest: int, highest: int, expected: str) -> None:
-    """The rank check of torch's batch norms, at run time: the graph calls it with ``x.dim()``."""
-    if has_torch_function((dim,)):  # fx traces the graph's code again, for instance when it is unpickled
+    """Check the rank as torch's batch norms do, at run time: the graph calls it with ``x.dim()``."""
+    # Fx traces the graph's code again, for instance when it is unpickled.
+    if has_torch_function((dim,)):
         return handle_torch_function(check_dim, (dim,), dim, lowest, highest, expected)
     if not lowest <= dim <= highest:
         raise ValueError(f"expected {expected} input (got {dim}D input)")
@@ -126,7 +128,8 @@ class ForwardTracer(fx.Tracer):
         self._returning = self.ended = False
         self._thread = threading.get_ident()
         namespace = sys.modules.get(getattr(forward, "__module__", None) or "")
-        if namespace is not None:  # there, functions imported from math by name are recorded too
+        # There, functions imported from math by name are recorded too.
+        if namespace is not None:
             self._autowrap_search.append(namespace)
 
     def decline(self, reason: str) -> NoReturn:
@@ -139,7 +142,7 @@ class ForwardTracer(fx.Tracer):
         raise error
 
     def unpacks(self, code: CodeType) -> dict[int, int]:
-        """Instructions of ``code`` that unpack a sequence: offset -> number of targets."""
+        """Return the instructions of ``code`` that unpack a sequence: offset -> number of targets."""
         if code not in self._unpacks:
             found = (i for i in dis.get_instructions(code) if i.opname == "UNPACK_SEQUENCE")
             self._unpacks[code] = {instruction.offset: instruction.argval for instruction in found}
@@ -160,10 +163,12 @@ class ForwardTracer(fx.Tracer):
             self._arguments.arguments[name] = self.create_proxy("placeholder", name, (), {})
         order = self._arguments.signature.parameters
         self._arguments.arguments = {n: self._arguments.arguments[n] for n in order if n in self._arguments.arguments}
-        return lambda: self._run_forward(), []  # a method's annotations would become the graph's
+        # A method's annotations would become the graph's.
+        return lambda: self._run_forward(), []
 
     def _run_forward(self) -> Any:
         patches = [*tripwires(self.decline), (nn.Module, "__getattribute__", self.recorder.getattribute())]
+        # The modules around a method are on the stack, as if they had been called.
         owner = self.root
         for part in self._path.split(".") if self._path else ():
             owner = owner.get_submodule(part)
@@ -179,7 +184,7 @@ class ForwardTracer(fx.Tracer):
             return self.create_arg(output)
 
     def _look_through(self, forward: Callable[..., Any], owner: nn.Module) -> None:
-        """Before it runs: what the forward's code reads is guarded, and the class must keep that forward."""
+        """Guard what the forward's code reads, before it runs; and the class must keep that forward."""
         self.recorder.traces(forward)
         if isinstance(forward, MethodType) and forward.__self__ is owner:
             self.recorder.traces_method(owner, forward.__name__)
@@ -202,6 +207,7 @@ class ForwardTracer(fx.Tracer):
     ) -> Any:
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
+        # Guards know from here on that hooks of it would have run.
         self.recorder.called(m)
         # Past Module.__call__, which runs hooks: there are none.
         forward = m.as_ops if isinstance(m, FusedRegion) else m.forward
@@ -230,13 +236,15 @@ class ForwardTracer(fx.Tracer):
         name: str | None = None,
         type_expr: Any = None,
     ) -> fx.Node:
+        # A forward may keep a value in a global; a later trace finds it there.
         if self.ended:
             self.decline("uses a traced value that an earlier trace left behind")
         if kind == "call_function" and target not in self._accepted:
             self._accept(target)
         elif kind == "call_method" and target in _DECLINED_METHODS:
             self.decline(_DECLINED_METHODS[target])
-        if has_preserved_node_meta():  # a GraphModule runs: its nodes hand theirs on
+        # A GraphModule runs: its nodes hand theirs on.
+        if has_preserved_node_meta():
             node = super().create_node(kind, target, args, kwargs, name, type_expr)
         else:
             node = new_node(self.graph, kind, target, args, kwargs, name, type_expr)
@@ -259,8 +267,10 @@ class ForwardTracer(fx.Tracer):
             if a.tracer is not self:
                 self.decline("uses a traced value that an earlier trace left behind")
             return a.node
+        # The caller gets a Size, as from the original.
         if kind is torch.Size and self._returning:
             return self._made(a, (tuple([self.create_arg(element) for element in a]),), {})
+        # By the exact type first: these are nearly all, and isinstance asks proxies.
         if kind is tuple or kind is torch.Size:
             return tuple([self.create_arg(element) for element in a])
         if kind is list or kind is immutable_list:
@@ -282,12 +292,13 @@ class ForwardTracer(fx.Tracer):
             self.decline(f"returns a {kind.__name__}, which runs after the call")
         if isinstance(a, tuple | list | dict | nn.Module):
             self.decline(f"passes on or returns an object ({kind.__name__})")
-        if is_dataclass(kind) and (self._returning or not is_torchs(kind)):  # torch's are options of its functions
+        # Torch's are options of its functions.
+        if is_dataclass(kind) and (self._returning or not is_torchs(kind)):
             self.decline(f"makes a {kind.__name__}, whose constructor does more than hold its fields")
         return super().create_arg(a)
 
     def _made(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """The node that makes an object, one however often it is passed on."""
+        """Return the node that makes an object, one however often it is passed on."""
         if id(value) not in self._objects:
             self._objects[id(value)] = value, self.create_node("call_function", type(value), args, kwargs)
         return self._objects[id(value)][1]
@@ -296,7 +307,7 @@ class ForwardTracer(fx.Tracer):
         return self.decline("branches on a traced value")
 
     def _weight(self, tensor: Tensor) -> TracedValue | None:
-        """The proxy of a parameter or buffer, one however often it is read; None for another tensor."""
+        """Return the proxy of a parameter or buffer, one however often it is read; None for another tensor."""
         found = self.recorder.slots.get(id(tensor))
         if found is None:
             return None
@@ -341,7 +352,7 @@ class ForwardTracer(fx.Tracer):
         self._accepted.add(target)
 
     def _with_recorded_check(self, norm: BatchNorm, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The norm's check of the input's rank becomes a node; while tracing, it sees a rank that passes."""
+        """Make the norm's check of the input's rank a node; while tracing, it sees a rank that passes."""
         ranks = checks_of_input.get(input_check_of(norm))
         if ranks is None or original_class(norm).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward):
             return forward
