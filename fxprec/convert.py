@@ -232,6 +232,7 @@ class _WithLoss(nn.Module):
         super().__init__()
         self.model = model
         self.loss = loss
+        # Named arguments let static capture tell inputs from the target.
         names = _required(model)
         if names:
             self.__dict__["forward"] = _LossOf(self, names)
@@ -266,6 +267,7 @@ def _required(model: nn.Module) -> tuple[str, ...]:
 
 
 def _as_module(model: Any, loss: Any) -> nn.Module:
+    # What is no module yet, or shared with others, becomes a module of ours, and the argument stays as it is.
     if isinstance(model, ExportedProgram):
         module: nn.Module = model.module()
     elif isinstance(model, GraphModule):
@@ -293,6 +295,7 @@ def _lower_parameters(module: nn.Module, dtype: torch.dtype, policy: Policy) -> 
     Buffers (running statistics) stay FP32. Returns what undoes it.
     """
     modules = dict(module.named_modules())
+    # By the parameter and not by the module: a tied weight that one module keeps stays FP32.
     kept = {
         id(parameter)
         for path, each in modules.items()

@@ -75,6 +75,7 @@ class Settings:
         """Return why the low dtype is slow here, a CPU without units for it and without costs; "" where it is not."""
         if self.device != "cpu" or self.policy.level == "O0":
             return ""
+        # Told once, since nobody expects a lower precision to be the slower one.
         if self.dtype is torch.float16:
             return (
                 "float16 on a CPU without float16 units is hundreds of times slower than bfloat16 (with AVX512-FP16 "
@@ -167,6 +168,7 @@ class Settings:
         """Return the way in which fused regions run; "" for none."""
         if self.fuse is False or self.policy.level == "O0" or self.executor == "inductor":
             return ""
+        # What the user named comes before what the device has.
         if self.fuse == "aten":
             return "aten"
         if (self.device == "cuda" or self.fuse != "auto") and not why_no_kernels(self.device):

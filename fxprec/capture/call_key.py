@@ -15,6 +15,8 @@ from fxprec.capture.guard_values import same
 
 #: The hashable part of a key: (name, value) pairs of the arguments that are no tensors.
 Constants = tuple[tuple[str, Hashable], ...]
+#: Names of the arguments that are tensors, and the constants that the others are.
+Key = tuple[tuple[str, ...], Constants]
 
 #: Types of which no program can tell two equal values apart. Their subclasses are objects.
 _EXACT: Final = frozenset(
@@ -54,11 +56,11 @@ def _hash(value: object) -> int:
 
 def call_key(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[str, ...], Constants, tuple[Tensor, ...]]:
+) -> tuple[Key, tuple[Tensor, ...]]:
     """Sort the arguments of a call into tensors and constants; defaults count as passed.
 
     Returns:
-        Names of the tensor arguments, the (name, value) pairs of the others, and the tensors in the order of the names.
+        Names of the tensor arguments and (name, value) pairs of the others; and the tensors in the order of the names.
 
     Raises:
         CaptureDeclined: an argument is neither (tensors in a list, an object), or goes into ``*args`` or ``**kwargs``.
@@ -99,10 +101,10 @@ def call_key(
         # Raises where no *args or **kwargs takes the rest.
         signature.bind(*args, **kwargs)
         raise CaptureDeclined("the call fills *args or **kwargs")
-    return tuple(names), tuple(constants), tuple(tensors)
+    return (tuple(names), tuple(constants)), tuple(tensors)
 
 
-def default_key(signature: inspect.Signature, method: str = "forward") -> tuple[tuple[str, ...], Constants]:
+def default_key(signature: inspect.Signature, method: str = "forward") -> Key:
     """Return the key of the call that one expects: required arguments are tensors, optional ones are left out.
 
     An optional argument must not become a placeholder: ``if mask is not None`` would take the branch of a call with a

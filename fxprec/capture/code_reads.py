@@ -91,6 +91,7 @@ def code_reads(code: CodeType) -> CodeReads:
     # The read that the next attribute belongs to.
     chain: Read | None = None
     constant: tuple[Any, tuple[int, ...]] | None = None  # loaded after it: perhaps a key
+    # One pass over the instructions: a chain of attributes grows until another instruction ends it.
     for instruction in dis.get_instructions(code):
         kind, argument = instruction.opname, instruction.argval
         offsets = (*prefix, instruction.offset)

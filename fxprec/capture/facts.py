@@ -15,7 +15,7 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter, call, is_, itemgetter
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from torch import nn
 
@@ -67,6 +67,7 @@ class CapturedFacts:
         """Return what changed, from what to what; None if nothing did."""
         if self.hold():
             return None
+        # Only now one by one, in Python: it is slower, and names what it was.
         for ask, subject, expected, change in self._facts:
             try:
                 if ask(subject) == expected:
@@ -79,20 +80,8 @@ class CapturedFacts:
         return None
 
 
-class Check(Protocol):
-    """A fact that needs Python code to be compared."""
-
-    def hold(self) -> bool:
-        """Return whether it is as it was."""
-        ...
-
-    def change(self) -> str | None:
-        """Return what changed, or None."""
-        ...
-
-
-def fact_of(check: Check) -> Fact:
-    """Return the fact that a check holds."""
+def fact_of(check: Any) -> Fact:
+    """Return the fact that a check holds, which needs Python code; it has ``hold`` and ``change``."""
     return Fact(type(check).hold, check, True, check.change)
 
 
@@ -213,6 +202,7 @@ def _hold_the_same(held: Iterable[Expected]) -> bool:
 
 def lacking(label: str, scope: Mapping[str, Any], names: Set[str]) -> Fact:
     """Return the fact that a namespace has none of these names; ``label``, for people, stands before one of them."""
+    # A view, which is of the namespace as it is at each look.
     held = scope.keys()
     return Fact(held.isdisjoint, frozenset(names), True, lambda: f"{label}{min(names & held, default='')} was set")
 
@@ -290,6 +280,7 @@ class Ties:
 
     def hold(self) -> bool:
         """Return whether the ties are the same. As long as the things in the slots are, nothing else is asked."""
+        # Ids of what is in the slots: no list of tensors is compared, whose == computes.
         if self._ids_now() == self._ids:
             return True
         slots = self._collect()
@@ -341,6 +332,7 @@ class Lookups:
 
     def hold(self) -> bool:
         """Return whether the same names are hidden."""
+        # A name that hides another is one more in its namespace.
         sizes = [*map(len, self._namespaces)]
         if sizes != self._sizes:
             if [*map(_hidden, self._modules)] != self._hidden:

@@ -81,6 +81,7 @@ def same(now: Any, then: Any) -> bool:
             same(key, other) and same(value, expected)
             for (key, value), (other, expected) in zip(now.items(), then.items(), strict=True)
         )
+    # A bool equals an int, and a float an int.
     if kind is not was:
         return False
     if kind is float:
@@ -90,6 +91,7 @@ def same(now: Any, then: Any) -> bool:
     # Range(0) == range(0, 0, 2), slice(0) == slice(0.0).
     if kind in (range, slice):
         return all(map(same, _bounds(now), _bounds(then)))
+    # Equal elements may differ (True and 1): each is compared with the one that it equals.
     if kind in (set, frozenset):
         kept = {each: each for each in then}
         return len(now) == len(then) and all(each in kept and same(each, kept[each]) for each in now)

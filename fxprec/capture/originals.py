@@ -59,6 +59,7 @@ def unbound_method(cls: type[nn.Module], name: str) -> Callable[..., Any]:
 
     A class may have a function there; or a property that gives one, a static method, a callable that takes no self.
     """
+    # A descriptor decides what an instance gets: each kind is called as it would be.
     found = getattr(cls, name)
     raw = defined_method(cls, name)
     if isinstance(raw, FunctionType):
@@ -132,19 +133,15 @@ class Wrappers:
 
         A bound method for a bound method: some take its ``__func__``, wrap that, and bind it again.
         """
-        if isinstance(function, MethodType):
+        bound = isinstance(function, MethodType)
 
-            @functools.wraps(function.__func__)
-            def bound(_: Any, *args: Any, **kwargs: Any) -> Any:
-                return function(*args, **kwargs) if is_dynamo_compiling() else enter(args, kwargs)
-
-            return MethodType(self._add(bound, lambda: function), function.__self__)
-
-        @functools.wraps(function)
+        @functools.wraps(function.__func__ if bound else function)
         def method(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs) if is_dynamo_compiling() else enter(args, kwargs)
+            given = args[1:] if bound else args
+            return function(*given, **kwargs) if is_dynamo_compiling() else enter(given, kwargs)
 
-        return self._add(method, lambda: function)
+        wrapper = self._add(method, lambda: function)
+        return MethodType(wrapper, function.__self__) if bound else wrapper
 
     def share(self, wrappers: Iterable[FunctionType]) -> None:
         """See through these, too, which another model of the same class has."""

@@ -95,6 +95,7 @@ def _steps(inner: Any, context: _Context, restore: _Restore) -> Generator[Any, A
                         inner.close()
                 raise
             except BaseException as error:
+                # An iterator that is no generator has nothing to throw into.
                 if not hasattr(inner, "throw"):
                     raise
                 with context():

@@ -25,20 +25,22 @@ _OURS: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES: Final = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _OURS + os.sep, "<frozen ")
 
 
-def user_level() -> int:
-    """Return the ``stacklevel`` of the innermost caller that is neither torch's code nor ours."""
-    frame: FrameType | None = sys._getframe(1)
+def _out_of_libraries(frame: FrameType | None) -> tuple[int, FrameType | None]:
+    """Return how many frames lie below the first one of the user's, which is 1 for ``frame`` itself, and that one."""
     level = 1
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
-    return level
+    return level, frame
+
+
+def user_level() -> int:
+    """Return the ``stacklevel`` of the innermost caller that is neither torch's code nor ours."""
+    return _out_of_libraries(sys._getframe(1))[0]
 
 
 def user_line() -> tuple[str, int]:
     """Return file and line number of the innermost caller that is neither torch's code nor ours; or ("", 0)."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
+    frame = _out_of_libraries(sys._getframe(1))[1]
     return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 

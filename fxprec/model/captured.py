@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from fxprec.capture.call_key import Constants
+from fxprec.capture.call_key import Key
 from fxprec.capture.symbolic.guards import Guards
 from fxprec.model.method import Method
 from fxprec.passes.graph.annotations import notes, weight_path
@@ -42,7 +42,7 @@ class Captured:
     training: bool
     gradients: bool
     guards: Guards | None = None
-    key: tuple[tuple[str, ...], Constants] | None = None
+    key: Key | None = None
     calls: Calls | None = None
 
     def fits(self, owner: nn.Module) -> bool:
@@ -141,6 +141,7 @@ def form_of(captured: Captured, methods: Iterable[Method]) -> CallForm | None:
 def in_present_mode(among: Iterable[Captured], methods: Iterable[Method]) -> list[Captured]:
     """Return the graphs of the mode (training or not) that their method's module is in; where there is none, all."""
     among = [*among]
+    # Of a method without a graph for the present mode, those of the other mode are better than none.
     training = {method.number: owner.training for method in methods if (owner := method.owner()) is not None}
     fit = [captured for captured in among if training.get(captured.entry) == captured.training]
     some = {captured.entry for captured in fit}

@@ -44,6 +44,7 @@ def settled_device(model: Any, example_inputs: Any) -> str:
         tensors += list(example_inputs.values())
     elif isinstance(example_inputs, Sequence):
         tensors += list(example_inputs)
+    # Meta tensors, of a model that is to be loaded yet, have no device to go by.
     kinds = [tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)]
     # A model in parts, some of them (an embedding) on the CPU.
     if "cuda" in kinds:
@@ -76,6 +77,7 @@ def refuse_unfit(model: Any, settings: Settings) -> None:
 
 def check_module_overrides(policy: Policy, module: nn.Module) -> None:
     """Raise PolicyError for an override of a module path or class that the model does not have, before any capture."""
+    # Ops and nodes are known after a capture; modules are at once.
     of_modules = tuple(override for override in policy.overrides if override.kind == "modules")
     if of_modules:
         replace(policy, overrides=of_modules, rules=()).check_matches((), dict(module.named_modules()), ())
@@ -83,6 +85,7 @@ def check_module_overrides(policy: Policy, module: nn.Module) -> None:
 
 def _refuse_no_kernels(settings: Settings) -> None:
     """Raise where ``fuse`` asks for regions that there cannot be; of "auto" on CUDA warn why kernels do not run."""
+    # Who named a way of fusing gets an error; who left it to us a warning, on CUDA alone.
     named = settings.fuse in (True, "aten") or isinstance(settings.fuse, Mapping)
     if settings.regions or not (named or (settings.fuse == "auto" and settings.device == "cuda")):
         return
@@ -135,6 +138,7 @@ def _refuse_module(model: nn.Module) -> None:
         cls = type(module)
         if cls in seen:
             continue
+        # Quantized modules hold packed weights, which no capture can read as parameters.
         if cls.__module__.startswith(_QUANTIZED):
             raise ConversionError(
                 f"{path or name} is a quantized {cls.__name__}: fxprec rewrites FP32 models; "
@@ -177,6 +181,7 @@ def _refuse_weights(model: nn.Module) -> None:
     if not dtypes or torch.float32 in dtypes:
         return
     kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    # Low weights are the common mistake: a checkpoint loaded in bfloat16.
     if dtypes <= set(LOW_DTYPES):
         advice = (
             "its FP32 values are gone, and without them small updates are lost. Load the model in FP32 "
@@ -201,6 +206,7 @@ def named_methods(model: nn.Module, methods: Sequence[str]) -> tuple[str, ...]:
         raise TypeError(f"methods={methods!r}: give a tuple of names, such as methods=('encode', 'vae.decode')")
     if not methods:
         return ()
+    # By the object: a module that stands in two places has one path.
     paths = {id(module): path for path, module in model.named_modules()}
     found: dict[str, str] = {}
     for text in methods:

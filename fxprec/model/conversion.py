@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import Proxy
 from torch.nn.parameter import is_lazy
 
-from fxprec.capture.call_key import Constants, call_key, default_key
+from fxprec.capture.call_key import Key, call_key, default_key
 from fxprec.capture.capturing import CAPTURING, CaptureDeclined, fewer_collections
 from fxprec.capture.dynamo import analysis as dynamo
 from fxprec.capture.dynamo.encoders import fused_path
@@ -183,12 +183,12 @@ class Conversion(Resources):
             return output
         if static.allowed:
             try:
-                names, constants, tensors = call_key(entry.signature, call.args, call.kwargs)
-                found, is_another = static.find(names, constants, tensors)
+                key, tensors = call_key(entry.signature, call.args, call.kwargs)
+                found, is_another = static.find(key, tensors)
                 if found is None and self._became_low(call.model):
                     return self._run_low(entry, call)
                 if found is None:
-                    found = self._trace(entry, call.model, names, constants, tensors)
+                    found = self._trace(entry, call.model, key, tensors)
                 elif is_another:  # what it reads of the model changed: its weights may have, unseen
                     self.store.mark_stale()
             # Nothing ran yet: dynamo takes the call.
@@ -308,12 +308,7 @@ class Conversion(Resources):
         return stepwise(restore(output), self.net_context, restore)
 
     def _trace(
-        self,
-        entry: EntryPoint,
-        model: nn.Module,
-        names: tuple[str, ...],
-        constants: Constants,
-        tensors: tuple[torch.Tensor, ...] | None,
+        self, entry: EntryPoint, model: nn.Module, key: Key, tensors: tuple[torch.Tensor, ...] | None
     ) -> StaticEntry:
         """Capture statically for a call that no graph serves.
 
@@ -322,19 +317,19 @@ class Conversion(Resources):
         """
         static = entry.static
         with CAPTURING, unwatched(), fewer_collections():
-            if (found := static.find(names, constants, tensors)[0]) is not None:  # another thread was at it
+            if (found := static.find(key, tensors)[0]) is not None:  # another thread was at it
                 return found
             try:
                 root, method = self._traceable(entry, model)
                 with self.wrappers.traced():
-                    capture = static.trace(root, names, constants, tensors, method, entry.name.path)
+                    capture = static.trace(root, key, tensors, method, entry.name.path)
             except CaptureDeclined as reason:
                 entry.declined.append(reason.reason if entry.key == "forward" else f"{entry.key}: {reason.reason}")
                 self.declined.append(entry.declined[-1])
                 self.captured.drop(static.give_up())
                 raise
             # From here on the call has a graph: what fails now is an error of ours, and no decline.
-            program = rewrite(capture.gm, self.settings, self.packed, not static.outgrown(names, constants, tensors))
+            program = rewrite(capture.gm, self.settings, self.packed, not static.outgrown(key, tensors))
             captured = Captured(
                 entry.key,
                 entry.number,
@@ -343,11 +338,11 @@ class Conversion(Resources):
                 capture.gm.training,
                 torch.is_grad_enabled(),
                 capture.guards,
-                (names, constants),
+                key,
             )
             found = StaticEntry.of(capture, captured, tensors)
             self._captured_at_last(entry)
-            self.captured.drop(static.add(names, constants, found))
+            self.captured.drop(static.add(found))
             # What made another graph necessary may have written weights, unseen.
             self.store.mark_stale()
             self.captured.add(captured)
@@ -397,7 +392,7 @@ class Conversion(Resources):
             return
         try:
             key = None if other is None else other.key
-            self._trace(entry, model, *(key or default_key(entry.signature, entry.name.name)), None)
+            self._trace(entry, model, key or default_key(entry.signature, entry.name.name), None)
         except CaptureDeclined as reason:
             self._refuse_if_symbolic(entry, reason)
 

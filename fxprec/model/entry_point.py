@@ -30,6 +30,7 @@ class HooksSeen:
 
     def note(self, owner: nn.Module) -> None:
         """Note the hooks that there are now that a method of ``owner`` was captured. Its own run around its graphs."""
+        # dynamo's graphs hold the hooks of submodules, and those of all modules.
         submodules = (module for module in owner.modules() if module is not owner)
         dicts = (vars(module)[name] for module in submodules for name in HOOKS)
         self._seen = (self._seen or {}) | dict(_each((*dicts, *global_hooks.values())))

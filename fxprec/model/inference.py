@@ -48,6 +48,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     micro-batches lose too much. ``low_gradients="accumulate"`` keeps them.
     """
     store = conversion_of(model).store
+    # Low gradients were asked for a step on one batch; sums over several lose too much.
     if changed := widened(model.parameters()):
         for each in stores():  # another model may share weights
             each.forget(changed)

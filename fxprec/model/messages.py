@@ -59,6 +59,7 @@ class Messages:
             declined: why static capture was declined, of any method.
         """
         called = self._called(method)
+        # All calls ran outside of graphs: the first reason is the one that matters.
         if net:
             where, why = next(iter(net.items()))
             return NotCapturedError(f"{called} has no graph: it {self._served()}. {where}: {why}")

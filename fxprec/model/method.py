@@ -126,6 +126,7 @@ class Method:
 
     def stand_in(self, module: nn.Module) -> nn.Module:
         """Return the object that the untouched method runs on: ``module``, or a twin where it may ask for the class."""
+        # Code that never asks for the class may run on the model itself, which hooks and threads know.
         if not self._asks_for_class or type(module) is self.original_class:
             return module
         if self._twin is None or self._twin.__dict__ is not module.__dict__:

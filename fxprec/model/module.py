@@ -93,6 +93,7 @@ class _Converted(Swapped):
 def _namespace(module: torch.nn.Module) -> dict[str, Any]:
     """Return the attributes of the dynamic subclass that depend on the class."""
     cls = type(module)
+    # Only what the class has: a method that it lacks must not appear by its conversion.
     namespace: dict[str, Any] = {} if hasattr(module, "graph") else {"graph": _GraphAttribute(), "__dir__": _names}
     if hasattr(cls, "__deepcopy__"):
         namespace["__deepcopy__"] = lambda self, memo: _copied(self, lambda module: module.__deepcopy__(memo))

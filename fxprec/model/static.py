@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 
-from fxprec.capture.call_key import Constants
+from fxprec.capture.call_key import Key
 from fxprec.capture.capturing import CaptureDeclined
 from fxprec.capture.symbolic.trace import StaticCapture, propagate_shapes, trace_static
 from fxprec.model.captured import Captured
@@ -36,9 +36,6 @@ _MOST: Final = 64
 #: Where tensors are read from at each call: the dicts of their modules, and their names there.
 _Places = tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]
 
-
-#: Names of the arguments that are tensors, and the constants that the others are.
-_Key = tuple[tuple[str, ...], Constants]
 
 _Kind = tuple[torch.dtype, bool, torch.layout]
 
@@ -184,13 +181,11 @@ class StaticGraphs:
     def __init__(self, capture: str) -> None:
         self._symbolic = capture == "symbolic"
         self.allowed = capture != "dynamo"
-        self._entries: dict[_Key, list[StaticEntry]] = {}
+        self._entries: dict[Key, list[StaticEntry]] = {}
 
-    def find(
-        self, names: tuple[str, ...], constants: Constants, tensors: tuple[Tensor, ...] | None
-    ) -> tuple[StaticEntry | None, bool]:
+    def find(self, key: Key, tensors: tuple[Tensor, ...] | None) -> tuple[StaticEntry | None, bool]:
         """Return the graph that serves a call, if there is one, and whether another one served the last such call."""
-        known = self._entries.get((names, constants), [])
+        known = self._entries.get(key, [])
         for place, entry in enumerate(known):
             if entry.serves(tensors):
                 # The next calls are mostly like this one.
@@ -199,16 +194,14 @@ class StaticGraphs:
                 return entry, place > 0
         return None, False
 
-    def outgrown(self, names: tuple[str, ...], constants: Constants, tensors: tuple[Tensor, ...] | None) -> bool:
+    def outgrown(self, key: Key, tensors: tuple[Tensor, ...] | None) -> bool:
         """Return whether a graph for such calls was for smaller inputs: the next one has all its regions."""
-        known = self._entries.get((names, constants), ())
-        return tensors is not None and any(entry.is_outgrown(tensors) for entry in known)
+        return tensors is not None and any(entry.is_outgrown(tensors) for entry in self._entries.get(key, ()))
 
     def trace(
         self,
         traced: nn.Module,
-        names: tuple[str, ...],
-        constants: Constants,
+        key: Key,
         tensors: tuple[Tensor, ...] | None,
         method: Callable[..., Any],
         path: str,
@@ -217,8 +210,7 @@ class StaticGraphs:
 
         Args:
             traced: the original module.
-            names: the arguments that are tensors.
-            constants: names and values of the others.
+            key: of the call.
             tensors: the tensors of the call; None where there is no call yet.
             method, path: of the module, as for ``trace_static``.
 
@@ -226,9 +218,10 @@ class StaticGraphs:
             CaptureDeclined: there can be no graph; nothing was run.
         """
         # An argument that changes with every call is a constant of each graph: dynamo makes it an input.
+        names, constants = key
         known = self._of_names(names)
         if len(known) >= _ENOUGH and not self._symbolic:
-            raise CaptureDeclined(f"{len(known)} graphs, and again {self._what_changed(names, constants)}")
+            raise CaptureDeclined(f"{len(known)} graphs, and again {self._what_changed(key)}")
         # Torch caches them for good: not while they are patched for a trace.
         get_overridable_functions()
         capture = trace_static(traced, names, dict(constants), method, path)
@@ -238,13 +231,14 @@ class StaticGraphs:
         mark_shared(capture.gm, dict(zip(inputs, tensors or (), strict=False)))
         return capture
 
-    def add(self, names: tuple[str, ...], constants: Constants, entry: StaticEntry) -> list[Captured]:
-        """Serve such calls by this graph from now on. Returns the graphs that made room for it, or that it replaces."""
-        known = self._of_names(names)
+    def add(self, entry: StaticEntry) -> list[Captured]:
+        """Serve its calls by this graph from now on. Return the graphs that made room for it, or that it replaces."""
+        key: Any = entry.captured.key
+        known = self._of_names(key[0])
         dropped = self.retire(known[0]) if len(known) >= _MOST else []
-        for other in [each for each in self._entries.get((names, constants), ()) if entry.replaces(each)]:
+        for other in [each for each in self._entries.get(key, ()) if entry.replaces(each)]:
             dropped += self.retire(other)
-        self._entries.setdefault((names, constants), []).insert(0, entry)
+        self._entries.setdefault(key, []).insert(0, entry)
         return dropped
 
     def retire(self, entry: StaticEntry) -> list[Captured]:
@@ -276,9 +270,9 @@ class StaticGraphs:
     def _of_names(self, names: tuple[str, ...]) -> list[StaticEntry]:
         return [entry for (of, _), entries in self._entries.items() if of == names for entry in entries]
 
-    def _what_changed(self, names: tuple[str, ...], constants: Constants) -> str:
+    def _what_changed(self, key: Key) -> str:
         """Say what made a further trace necessary, for the report."""
-        key = names, constants
+        names, _ = key
         values = [dict(others) for of, others in (*self._entries, key) if of == names]
         changing = [name for name in values[0] if len({repr(value.get(name)) for value in values}) > _ENOUGH // 2]
         if changing:

@@ -73,6 +73,7 @@ def _look(conversion: Conversion, optimizer: Optimizer, expecting: _Expecting) -
     if module is None or module.__dict__.get(STATE) is not conversion:  # it was reverted
         del expecting[conversion]
         return
+    # An optimizer without parameters of this model need not be looked at again.
     ours = {*map(id, module.parameters())}
     known = [p for p in parameters_of(optimizer) if id(p) in ours]
     if not known:

@@ -80,6 +80,7 @@ def _same_device(module: nn.Module, conversion: Conversion, args: tuple[Any, ...
 
 def _materialize(module: nn.Module, conversion: Conversion, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let lazy modules take their shapes, and so their classes, from a first call; all else is undone."""
+    # Their running statistics get memory in that call, and are written by it.
     shapeless = [part for part in module.modules() if any(map(is_lazy, part.buffers(recurse=False)))]
     conversion.bypassed += 1
     try:
@@ -119,6 +120,7 @@ def kept(model: nn.Module) -> Iterator[None]:
     calls, gradients = conversion.calls, [(parameter, parameter.grad) for parameter in model.parameters()]
     writes = any(captured.program.writes_weights for captured in conversion.captured)
     written = [*model.buffers(), *(model.parameters() if writes else ())]
+    # A measured step must neither add to the user's gradients nor read them.
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -143,6 +145,7 @@ def values_kept(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     written: list[Tensor] = []
     tensors = [tensor for tensor in tensors if not is_lazy(tensor)]
     parts = [part for tensor in tensors for part in _with_values(tensor)]
+    # The alias keeps the memory, should ``data`` be assigned to; the clone the values.
     before = [(part, part.detach(), part.detach().clone()) for part in parts]
     counted = tuple(tensor for tensor in dict.fromkeys([*tensors, *parts]) if not tensor.is_inference())
     versions = [tensor._version for tensor in counted]
@@ -169,6 +172,7 @@ def _with_values(tensor: Tensor) -> Iterator[Tensor]:
 def _put_back(tensor: Tensor, memory: Tensor, value: Tensor) -> bool:
     """Give a tensor its memory and the value in it, unless it has both; return whether it had not."""
     strided = tensor.layout is torch.strided  # nothing compares others
+    # First the memory, then what is in it.
     moved = strided and _place(tensor) != _place(memory)
     if moved:
         tensor.data = memory

@@ -235,6 +235,7 @@ def reached(owner: nn.Module, source: str) -> Any:
 
 def form_of_key(signature: inspect.Signature, names: Sequence[str], constants: Constants) -> CallForm:
     """Return the form of a static graph, which has a placeholder for each argument that is a tensor."""
+    # Of a static graph all is known from its key: tensors by name, and the constants that were built in.
     known = dict(constants)
     expected = {name: (known[name],) if name in known else () for name in signature.parameters}
     return CallForm(arguments_of(signature, expected | dict.fromkeys(names, "Tensor")), tuple(map(Way, names)))
@@ -252,6 +253,7 @@ def arguments_of(signature: inspect.Signature, expected: Mapping[str, Any]) -> t
             named.update(rest)
             found += [Argument(key, (LEFT_OUT,) if optional else (), expected[key]) for key in rest]
             continue
+        # A default that pickles and compares becomes the placeholder's own.
         default = (parameter.default,) if plain_constant(parameter.default) else ()
         wanted = expected.get(name, default)
         as_captured = type(wanted) is tuple and len(wanted) == 1 and same_constant(parameter.default, wanted[0])
@@ -288,6 +290,7 @@ class Placeholder:
         value, source = node.meta.get("example_value"), node.meta.get(SOURCE) or ""
         if not isinstance(value, Tensor):
             return cls(source, "Tensor", isinstance(value, torch.SymInt | torch.SymFloat))
+        # Sizes that dynamo made symbols of may change; the others are built in.
         fixed = [not isinstance(size, torch.SymInt) for size in value.shape]
         sizes = ", ".join(str(size) if known else "*" for size, known in zip(value.shape, fixed, strict=True))
         return cls(source, f"{str(notes(node).dtype).removeprefix('torch.')}[{sizes}]", not all(fixed))
@@ -318,6 +321,7 @@ def form_of_call(
     Raises:
         NoForm: there is none.
     """
+    # A placeholder's name is a name in Python's source.
     given = _by_name(signature, *call)
     for name in given:
         if not name.isidentifier() or keyword.iskeyword(name) or name == "self":
@@ -328,6 +332,7 @@ def form_of_call(
         for tensor, steps in _tensors_in(value):
             ways.setdefault(id(tensor), []).append(Way(name, steps))
     taken = [_way(each.source, value, owner, ways, given) for each, value in zip(placeholders, inputs, strict=True)]
+    # What each argument must be in a later call: of tensors dtype and sizes, and which of them are one.
     shapes = {id(value): each.kind for each, value in zip(placeholders, inputs, strict=True)}
     groups = {found: f"={number}" for number, (found, where) in enumerate(ways.items()) if len(where) > 1}
     dynamic = {way.name for way in taken if isinstance(way, Way) and not isinstance(given[way.name], Tensor)}
@@ -339,6 +344,7 @@ def form_of_call(
             return [*map(expected, value)]
         if plain_constant(value):
             return (value,)
+        # An object without tensors may hold anything: the graph has it built in, if it read it.
         held = held_by(value)
         of_tensors = type(value) is dict or any(True for _ in _tensors_in(held))
         return {key: expected(part) for key, part in held.items()} if of_tensors else ANYTHING
@@ -357,6 +363,7 @@ def form_of_call(
         if isinstance(value, Tensor) and each.symbolic:
             changing += value.shape
     outputs = _Outputs(model, ways, results, changing)
+    # What is read of the module itself is built in, too, and compared when somebody asks for the graph.
     read = [(each.source, way) for each, way in zip(placeholders, taken, strict=True) if not isinstance(way, Way)]
     constants = [(source, value) for source, value in read if source.startswith("L")]
     return CallForm(arguments_of(signature, wanted), tuple(taken), (outputs.built(output),), tuple(constants))
@@ -381,6 +388,7 @@ def _tensors_in(value: Any, steps: tuple[Step, ...] = (), around: tuple[int, ...
         yield value, steps
     elif id(value) not in around:
         items, attributes = parts_of(value) or ({}, getattr(value, "__dict__", {}))
+        # What a module holds is the model's, and no argument.
         if isinstance(value, type | nn.Module):
             return
         for take, parts in ((getitem, items), (getattr, attributes)):
@@ -399,9 +407,11 @@ def _way(
     if isinstance(value, Tensor) and id(value) in ways:
         return ways[id(value)][0]
     name = source[3:-2] if source.startswith("L['") else ""
+    # A global tensor: it is no argument, and goes with the graph.
     if isinstance(value, Tensor) and source.startswith("G"):
         return value
     if isinstance(value, Tensor) and name.partition("'")[0] == owner[0]:
+        # A number that the module holds, or a tensor that is no parameter.
         held = reached(owner[1], source)
         if held is value or type(held) is float:
             return held
@@ -435,6 +445,7 @@ class _Outputs:
             return kind([self.built(part) for part in value])
         if kind is dict and all(type(key) is str for key in value):
             return {key: self.built(part) for key, part in value.items()}
+        # Classes whose constructors only hold what they are given are called with the parts again.
         if isinstance(value, tuple) and made_by_namedtuple(kind) and not has_more_than(value, ()):
             return Made(kind, tuple([self.built(part) for part in value]), {})
         if made_by_dataclass(kind):

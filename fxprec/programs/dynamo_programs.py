@@ -111,6 +111,7 @@ class Ran(threading.local):
 
     def append(self, calls: Calls | None, inputs: Sequence[Any], results: Sequence[Any]) -> None:
         """Note a graph that ran; ``calls``: None where nobody knows it any more."""
+        # Inputs and results are kept only until the graph's form is known: they may be large.
         if self._runs is not None and calls is not None:
             self._runs.append((calls, (), ()) if calls.looked_at else (calls, inputs, results))
 

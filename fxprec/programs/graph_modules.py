@@ -118,6 +118,7 @@ class _Writer:
             for argument in form.arguments:
                 self._reached[argument.name, ()] = self._placeholder(argument, direct.get(argument.name), first)
             looked_at = [each for each in form.arguments if each.default or each.expected not in ("Tensor", None)]
+            # What is no tensor, or must be of certain sizes, is checked by a node: copies and traces check it, too.
             if looked_at:
                 given = {each.name: self._reached[each.name, ()] for each in looked_at}
                 gm.graph.call_function(check_arguments, (given, {each.name: each.expected for each in looked_at}))
@@ -168,6 +169,7 @@ class _Writer:
     def _write_output(self, output: Any) -> None:
         end = self._gm.graph.output_node()
         results: Any = end.args[0]
+        # A weight that the method returns is read from the model, like those that it computes with.
         paths = {id(tensor): path for path, tensor in (*self._model.named_buffers(), *self._model.named_parameters())}
 
         def built(part: Any) -> Any:
@@ -198,6 +200,7 @@ class _Writer:
 
 def _built_in(node: Node, value: float) -> Tensor:
     """Put a number where the graph asks a tensor for it; what is left of that tensor."""
+    # A number of the model's is a tensor for dynamo, of which the graph asks the number again.
     for item in [user for user in node.users if user.op == "call_method" and user.target == "item"]:
         for reader in [*item.users]:
             reader.args = map_arg(reader.args, lambda each, item=item: value if each is item else each)

@@ -98,6 +98,7 @@ class _Layout:
         self._spans = [*map(_span, weights), *constants]
         self.pattern = _pattern(self._spans)
         self._starts, self._ends = [0], [0]
+        # Neighbours that overlap are one stretch, so that a bisection finds whatever lies there.
         for start, end in sorted(span for span in self._spans if span != _NOWHERE):
             if start < self._ends[-1]:
                 self._ends[-1] = max(end, self._ends[-1])

@@ -67,6 +67,7 @@ def rewrite(gm: GraphModule, settings: Settings, packed: PackedWeights | None = 
     Args:
         by_size: small regions may be left to torch's ops.
     """
+    # What is returned keeps its gradient only in graphs that were rewritten while gradients are recorded.
     run_passes(gm, settings.context(gradients=torch.is_grad_enabled(), by_size=by_size))
     program = lift(gm, settings.dtype, settings.executor, settings.device)
     if packed is not None:
@@ -97,6 +98,7 @@ class PackedWeights:
         """
         if program.packed is not None:
             return
+        # Of a copy: the plain program serves whoever looks into its ops.
         gm = _copy(program.gm)
         run_passes(gm, self.context, [pack])
         found, about = graph_notes(gm), graph_notes(shown)
@@ -104,6 +106,7 @@ class PackedWeights:
         about.packed = found.packed
         if not found.packings:
             return
+        # Users see one graph, the plain one: what serves its nodes is told there.
         serving = {node.name: notes(node).fused for node in gm.graph.nodes}
         for node in shown.graph.nodes:
             if node.name in found.packed:
@@ -136,6 +139,7 @@ class PackedWeights:
         folded = {packing: _make(packing, _weights(packing, tensors)) for packing in known}
         yield
         tensors = _tensors_of(model)
+        # The key is of the low weights, which are the ones that later calls come with.
         for packing, copies in folded.items():
             self._packed[packing] = _Packed((0, *_keys(_weights(packing, tensors))), copies)
 
@@ -230,6 +234,7 @@ class _PackedFunction:
             seen = [*map(version_of, weights)], [*map(_pointer, weights)], self._refreshes()
         except RuntimeError:  # inference tensors count no versions, others have no address
             return self._plain(*given)
+        # As for shadows: counters and addresses first, then sampled elements of what may be written unseen.
         known, samples, copies = self._known
         if known != seen or samples is None or not samples.same():
             copies = self._take(weights, seen)

@@ -82,6 +82,7 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
     placeholders: dict[tuple[str, str], Node] = {}
     taken: set[str] = set()
     shadow = Precision.arriving(None, low, Rule.KEEP, "the shadow of a parameter")
+    # Weights are arguments under names that say whose they are: errors and printed programs show them.
     for (kind, path), node in slots.items():
         name = _argument(f"{kind}_{path}", taken)
         placeholders[kind, path] = graph.create_node("placeholder", name, (), {}, name)
@@ -89,6 +90,7 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
         if kind == "low":
             notes(placeholders[kind, path]).precision = shadow
     values: dict[Node, Node] = {}
+    # The graph once more, with the arguments in the places of weights.
     for node in gm.graph.nodes:
         if node in shadows:
             values[node] = placeholders["low", weight_path(shadows[node])]
@@ -294,6 +296,7 @@ def checkpointed(body: GraphModule, *args: Any, written: tuple[int, ...] = (), *
     options = {"preserve_rng_state": kwargs.get("preserve_rng_state", True)}
     if (context := checkpoint_context(body)) is not None:
         options["context_fn"] = context
+    # Nothing is written: torch's own checkpoint keeps all operands.
     if not written:
         return checkpoint(body.forward, *args, use_reentrant=False, **options)
     kept = [position for position in range(len(args)) if position not in written]

@@ -62,6 +62,7 @@ def cast_with_low_gradient(weight: Tensor, dtype: torch.dtype) -> Tensor:
     Raises:
         ConversionError: DistributedDataParallel is running.
     """
+    # DDP's buckets have the dtype of the parameters.
     refuse_ddp()
     _set_grad_dtype(weight, dtype)
     # Nothing to slice: one number is cast both ways.

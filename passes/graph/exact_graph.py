@@ -60,6 +60,7 @@ class Copying(Interpreter):
     def __init__(self, gm: GraphModule, tracer: Any) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self._tracer = tracer
+        # Attributes of the graph module are found below the root of that trace.
         path = "" if tracer.root is gm else tracer.path_of_module(gm)
         self._prefix = path and f"{path}."
 
@@ -142,6 +143,7 @@ def make_exact(gm: GraphModule) -> None:
     if isinstance(gm, ExactGraphModule) and not isinstance(gm, LazyBase):
         return
     name = type(gm).__name__
+    # torch.fx gives each graph module a class of its own, which its code is written to.
     gm.__class__ = type(ExactGraphModule.__new__(ExactGraphModule))  # type: ignore[assignment]
     gm.__class__.__name__ = name
     gm.recompile()
@@ -254,6 +256,7 @@ class SavedGraph:
     @classmethod
     def of(cls, graph: Graph) -> SavedGraph:
         """Write down a graph."""
+        # Flat, by number: torch.fx's own pickles recurse from node to node.
         numbers = {node: number for number, node in enumerate(graph.nodes)}
 
         def saved(value: Any) -> Any:
@@ -288,6 +291,7 @@ class SavedGraph:
 def _annotations(node: Node) -> dict[str, Any]:
     """Return what is plain of ``node.meta``, no fake tensors; modules' classes by name, as in exported programs."""
     kept = {key: value for key, value in node.meta.items() if _is_plain(value)}
+    # Classes may be local to a function, where pickle finds none.
     stack = node.meta.get("nn_module_stack")
     if stack:
         kept["nn_module_stack"] = {

@@ -45,7 +45,8 @@ def forward(x: Any, mask: Any = None, *, causal: Any = True, scale: Any = 1.0) -
 
 
 def key(*args: Any, function: Callable[..., Any] = forward, **kwargs: Any) -> Any:
-    return call_key(inspect.signature(function), args, kwargs)
+    (names, constants), tensors = call_key(inspect.signature(function), args, kwargs)
+    return names, constants, tensors
 
 
 def test_tensors_in_order_of_the_signature() -> None:

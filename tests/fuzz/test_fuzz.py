@@ -11,13 +11,13 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 from torch.fx import GraphModule
 
 from fxprec.capture.symbolic.guards import Guards
 from fxprec.capture.untouched import ModelState
 from fxprec.model.conversion import Conversion
 from fxprec.model.entry_point import EntryPoint
+from fxprec.model.method import Call
 from fxprec.passes.graph.casts import CASTS
 from fxprec.shadows import ShadowStore
 from tests.fuzz import programs, stateful
@@ -66,15 +66,16 @@ def case(features: list[str], script: list[str], judged: Judged = "unrounded", c
 NUMBER = ["m = convert(m)", "run(m, x(2, 0))", "m.k1 = 7.0", "run(m, x(2, 0))"]
 
 
-def blind(guards: Guards) -> None:
+def blind(guards: Guards) -> bool:
     """Guards that always hold."""
+    return True
 
 
 @pytest.mark.parametrize("judged", ["exact", "unrounded", "rounded"])
 def test_a_guard_that_always_holds_is_noticed(judged: Judged) -> None:
     number = case(["number", "linear"], NUMBER, judged)
     assert stateful.check(number) is None
-    with mock.patch.object(Guards, "failing", blind):
+    with mock.patch.object(Guards, "hold", blind):
         wrong = stateful.check(number)
     assert wrong is not None and wrong.statement == 3 and "output" in wrong.what
 
@@ -119,9 +120,8 @@ def test_a_model_that_stays_in_fp32_is_noticed(capture: str) -> None:
     assert wrong is not None and "lower" in wrong.what
 
 
-def unchanged(conversion: Conversion, entry: EntryPoint, model: nn.Module, module: nn.Module, *given: Any) -> Any:
-    args, kwargs = given
-    return entry.unbound(module, *args, **kwargs)
+def unchanged(conversion: Conversion, entry: EntryPoint, call: Call) -> Any:
+    return call.untouched()
 
 
 def test_an_output_that_no_weight_changes_is_not_taken_for_fp32s() -> None:
@@ -187,7 +187,7 @@ def test_the_command_goes_on_where_it_was(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.slow
 def test_a_wrong_seed_is_shown_made_small_and_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch.object(Guards, "failing", blind):
+    with mock.patch.object(Guards, "hold", blind):
         seed = next(seed for seed in range(200) if Kind("stateful").wrong(seed))
         assert main(["stateful", "--seed", str(seed)]) == 1
         shown = capsys.readouterr().out

@@ -129,9 +129,9 @@ def _static_graphs() -> Iterator[list[StaticEntry]]:
     made: list[StaticEntry] = []
     add = StaticGraphs.add
 
-    def noted(graphs: StaticGraphs, names: Any, constants: Any, entry: StaticEntry) -> list[Captured]:
+    def noted(graphs: StaticGraphs, entry: StaticEntry) -> list[Captured]:
         made.append(entry)
-        return add(graphs, names, constants, entry)
+        return add(graphs, entry)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StaticGraphs, "add", noted)

@@ -238,6 +238,7 @@ def _is_low_by_net(node: Node, first: bool, known: dict[Node, bool]) -> bool:
     if node not in known:
         # Of a value that is made of itself, which there is not.
         known[node] = True
+        # What the user gave is low by the user's will; what dynamo handed over is nobody's.
         value = node.meta.get("example_value")
         if node.op in ("placeholder", "get_attr"):
             known[node] = not (isinstance(value, torch.nn.Parameter) or (first and "grapharg" in node.meta))

@@ -107,6 +107,7 @@ class ExtraGuards:
             self._functions.setdefault(function, function_parts(function))
         # dynamo inlined what the class gave: another class in the order of lookup may give another one.
         for cls, name in (lookup for owner in owners for lookup in _lookups(owner, function)):
+            # Before a descriptor makes anything of it: what that gives may be another object each time.
             found = inspect.getattr_static(cls, name, None)
             if found is None:
                 self._lacks(cls.__qualname__, vars(cls), {name}, cls)

@@ -83,6 +83,7 @@ def exact_contents(builder: Any, guard: Any) -> None:
 def exact_keys(builder: Any, guard: Any) -> None:
     """Guard the order and the types of the keys of dicts, where dynamo guards the type of a value."""
     value = guarded_value(builder, guard)
+    # dynamo compares these without their order, which code may read.
     if isinstance(value, OrderedDict | defaultdict) and len(value) > 1:
         order = [*value]
         add_guard(builder, guard, lambda now: [*now] == order, f"the order of {order}")
@@ -276,6 +277,7 @@ def _may_be_one(one: Any, other: Any) -> bool:
 
     Not where their types differ, which dynamo guards.
     """
+    # What the frame makes itself is the same at each call.
     if one.source is None or other.source is None or isinstance(getattr(one, "value", None), _GUARDED):
         return False
     try:

@@ -193,6 +193,7 @@ class _Refusals:
 
     def inlined(self, trace: Callable[..., Any], parent: Any, function: Any, args: Any, *rest: Any, **more: Any) -> Any:
         """Note a function that dynamo inlines; of an encoder inline what gives what torch's fused path would."""
+        # The first argument tells in which class the function was found.
         first = getattr(function, "obj", None)
         first = next(iter(args), None) if first is None else first
         value, owners = (None, []) if first is None else value_behind(first)

@@ -162,6 +162,7 @@ def _hooks(called: Sequence[Reads]) -> Fact:
 
 def _missing(reads: Sequence[Reads]) -> Fact:
     """Return the fact that names which were found on a class, or nowhere, are not on the instance by now."""
+    # A name that was found nowhere may appear in the instance, among its parts, or in a class.
     names = [(vars(read.module), name, read) for read in reads for name in sorted(read.missing)]
     for read in reads:
         attributes, classes = vars(read.module), original_class(read.module).__mro__

@@ -148,6 +148,7 @@ class _Monitored:
 
             _MONITORING.register_callback(self._tool, events.INSTRUCTION, executes)
             _MONITORING.register_callback(self._tool, events.PY_START, lambda code, _: executes(code, _START))
+        # Of this code alone: events of all code would slow every thread.
         self._codes[id(code)] = code
         _MONITORING.set_local_events(self._tool, code, events.INSTRUCTION | events.PY_START)
 
@@ -186,6 +187,7 @@ class _Traced:
             sys.settrace(self._before)
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+        # A debugger goes on: its function is asked as if ours were not there.
         theirs = None if self._before is None else self._before(frame, event, argument)
         if id(frame.f_code) not in self._codes:
             return theirs

@@ -59,6 +59,7 @@ def questions(code: CodeType) -> tuple[Question, ...]:
     """Find all in one code object, but for ``is None``."""
     if _OPCODES.isdisjoint(code.co_code[::2]) and _ASKING.isdisjoint((*code.co_names, *code.co_freevars)):
         return ()
+    # Most code asks nothing of the kind, and is not disassembled.
     found = []
     listed = _instructions(code)
     for place, instruction in enumerate(listed):
@@ -142,6 +143,7 @@ def _parts(listed: list[dis.Instruction], place: int, count: int) -> tuple[Expre
 
 def _expression(listed: list[dis.Instruction], place: int) -> tuple[Expression | None, int]:
     """Return the one that ends at a place, and where it begins; past the first that cannot be read, none can."""
+    # How many values an instruction takes from the stack tells where its expression begins.
     if place < 0:
         return None, 0
     instruction = listed[place]
@@ -188,6 +190,7 @@ def _value(expression: Expression | None, frame: FrameType) -> Any:
         return UNKNOWN
     if name == "BUILD_TUPLE":
         return tuple(parts)
+    # Nothing is computed with a proxy here: the trace would record it.
     traced = next((part for part in parts if isinstance(part, Proxy)), None)
     if traced is not None and (traced is parts[0] or parts[0] is type or name != "CALL"):
         return getattr(traced, argument, UNKNOWN) if name in _ATTRIBUTES else traced

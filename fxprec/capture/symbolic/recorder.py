@@ -112,6 +112,7 @@ class Recorder:
         self.slots: dict[int, tuple[str, Slot]] = {}
         self._ties: list[tuple[Slot, Slot]] = []
         swapped: dict[type[nn.Module], None] = {}
+        # Everything that the trace may meet is known by its id before it begins.
         for path, module in root.named_modules():
             self._paths[id(module)] = path
             self._classes[original_class(module)] = swapped[type(module)] = None
@@ -202,6 +203,7 @@ class Recorder:
         # A class is asked for without a read of its module.
         if (why := found.reach_all(self._classes)) is not None:
             self._decline(f"asks for types, and may read {why}")
+        # Tensors outside of the model are constants: their shapes may have been read.
         for label, tensor in found.tensors.values():
             self._add_asked(Slot({"": tensor}, "", label), _FACTS)
         return Guards(

@@ -52,6 +52,7 @@ def has_handlers(code: CodeType) -> bool:
 
 def catches(frame: FrameType) -> str | None:
     """Return what the frame catches where it is now, such as ``RuntimeError``, if an op may raise it; else None."""
+    # Handlers nest: what one does not match goes on to the next.
     code = _read(frame.f_code)
     offset, seen = frame.f_lasti, set()
     while True:
@@ -103,6 +104,7 @@ def _clauses(code: _Code, target: int, frame: FrameType) -> list[Any]:
     found: list[Any] = []
     place: int | None = code.places.get(target)
     while place is not None:
+        # The expression after ``except`` is evaluated as the interpreter would, as far as it only looks names up.
         stack: list[Any] = []
         for instruction in code.instructions[place:]:
             name = instruction.opname

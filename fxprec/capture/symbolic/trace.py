@@ -92,6 +92,7 @@ def trace_static(
         stack.enter_context(torch.enable_grad())
         for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
             stack.enter_context(torch.autocast(device, enabled=False))
+        # Hooks of all modules run user code around every call, which a trace through modules passes by.
         if any(global_hooks.values()):
             raise CaptureDeclined("hooks are registered for all modules")
         if (why := unfit(root)) is not None:
@@ -138,6 +139,7 @@ def _interpreted(root: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
 
 def _trace(tracer: ForwardTracer, root: nn.Module) -> fx.Graph:
     """Run the trace; put the model and the random number generators back, whatever happens."""
+    # Whatever the forward writes while it is traced is undone, and declines the trace.
     model, random = ModelState(root), RandomState()
     graph: fx.Graph | None = None
     reason = ""

@@ -75,6 +75,7 @@ class TracedValue(Proxy):
                 return type(self)
             self._belongs_to(classes)
             return self._claimed()
+        # singledispatch asks for the class, and takes what it finds for good.
         if code.co_filename == functools.__file__:
             self.tracer.decline("chooses a function by the type of a traced value")
         return self._claimed() if code in _ASKS_FOR_USER else type(self)
@@ -121,6 +122,7 @@ class TracedValue(Proxy):
 
     def __iter__(self) -> Iterator[Any]:
         frame = sys._getframe(1)
+        # Unpacking tells how many values there are; a loop does not.
         count = self.tracer.unpacks(frame.f_code).get(frame.f_lasti)
         if count is None:
             return self.tracer.decline("iterates over a traced value")

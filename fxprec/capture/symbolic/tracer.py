@@ -188,6 +188,7 @@ class ForwardTracer(fx.Tracer):
         self.recorder.traces(forward)
         if isinstance(forward, MethodType) and forward.__self__ is owner:
             self.recorder.traces_method(owner, forward.__name__)
+        # A graph module calls its functions by nodes, which no bytecode shows.
         for node in self.root.graph.nodes if isinstance(self.root, fx.GraphModule) else ():
             if node.op == "call_function":
                 self.recorder.traces(node.target)
@@ -239,6 +240,7 @@ class ForwardTracer(fx.Tracer):
         # A forward may keep a value in a global; a later trace finds it there.
         if self.ended:
             self.decline("uses a traced value that an earlier trace left behind")
+        # Each target is judged once; the same few are called in layer after layer.
         if kind == "call_function" and target not in self._accepted:
             self._accept(target)
         elif kind == "call_method" and target in _DECLINED_METHODS:
@@ -287,6 +289,7 @@ class ForwardTracer(fx.Tracer):
             values = {field.name: self.create_arg(getattr(a, field.name)) for field in fields(kind)}  # type: ignore[arg-type]
             if not has_more_than(a, values):
                 return self._made(a, (), values)
+        # A coroutine that nobody awaits makes Python warn.
         if is_stepwise(a):
             close_steps(a)
             self.decline(f"returns a {kind.__name__}, which runs after the call")
@@ -327,6 +330,7 @@ class ForwardTracer(fx.Tracer):
         if path is None:
             if id(tensor) not in self._real.made:
                 self.decline("uses a tensor that is no attribute of the model")
+            # A graph module that is converted has constants of its own, under such names.
             taken = self.made.union(slot.path for _, slot in self.recorder.slots.values())
             path = next(p for n in itertools.count(len(self.made)) if (p := f"_tensor_constant{n}") not in taken)
             self.made.add(path)
