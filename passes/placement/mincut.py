@@ -106,8 +106,6 @@ class CutWalk(GraphWalk):
         self.digits: dict[Node, str] = {}  # calls that name another tensor's dtype, and give FP32 all the same -> why
 
     def enter(self, graph: Graph, returns: bool) -> None:
-        if self.verdict.costs is not None:
-            self.verdict.costs.enter(graph)
         self.classes |= written_classes(graph)
         for cast in (node for node in self.classes if notes(node).op.name == "to"):
             if cast_target(cast) is torch.float32 or dtype_reference(cast) is not None:
@@ -434,6 +432,10 @@ class PricedWalk(CutWalk):
         self._costs = costs
         self.priced: dict[Node, tuple[Site, Price, int]] = {}
         self.unpriced: dict[Node, str] = {}
+
+    def enter(self, graph: Graph, returns: bool) -> None:
+        self._costs.enter(graph)  # once: a second look at the graph would take it for a body
+        super().enter(graph, returns)
 
     def low(self, site: Site, floats: bool) -> None:
         node, variables = site.node, self.variables

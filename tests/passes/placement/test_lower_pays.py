@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fxprec
 from fxprec.costs.files import path_of, write
 from fxprec.passes.costs.device_costs import Curve, DeviceCosts
+from fxprec.passes.placement.mincut import ops_kept_in_fp32, place_by_cut
 from fxprec.testing import assert_precision, format_graph
 from made_costs import device
 
@@ -97,6 +98,17 @@ def test_two_products_pay_together_and_not_alone(lowered):
     costs = device(4.0, 2.0, cast=1.5)
     assert lowered(Weights(4, 4), costs, torch.randn(3, 4))[0] == []  # 2 + 2 * 1.5 > 4
     assert lowered(Weights(4, 4, 4), costs, torch.randn(3, 4))[0] == ["linear", "linear_1"]  # 2 * 2 + 2 * 1.5 < 2 * 4
+
+
+def test_casts_cost_the_same_when_they_are_placed(tools):
+    """The cut that follows the verdict took the graph for a body, whose inputs all have gradients."""
+    context = tools.context(costs=device(4.0, 2.0, cast=1.5), gradients=True)
+    gm = tools.rewritten(tools.traced(Weights(4, 4), torch.randn(3, 4)), context, until="propagate")
+    verdict = ops_kept_in_fp32(gm, context)
+    (x,) = gm.graph.find_nodes(op="placeholder")
+    before = verdict.costs.cast(x)
+    place_by_cut(gm, context, verdict)
+    assert verdict.costs.cast(x) == before == 1.5e6
 
 
 def test_one_large_product_in_a_chain(lowered):
