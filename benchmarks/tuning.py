@@ -46,8 +46,7 @@ from fxprec.numerics.audit import ledger_of
 from fxprec.numerics.problem import Problem, under
 from fxprec.numerics.tune import Study
 from fxprec.passes.costs.device_costs import Curve, DeviceCosts, Work
-from fxprec.passes.placement.budget import cheapest_within, most_exact_within
-from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff
+from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff, cheapest_within, most_exact_within
 
 __all__ = ["METHODS", "Agreement", "Comparison", "compare", "main"]
 

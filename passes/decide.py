@@ -54,19 +54,21 @@ from fxprec.passes.graph.annotations import graph_notes, notes
 from fxprec.passes.placement.autocast import place_as_autocast
 from fxprec.passes.placement.mincut import ops_kept_in_fp32, place_by_cut
 from fxprec.passes.placement.origins import taken_for_floats
+from fxprec.passes.placement.walk import Walk
 
 
 def decide(gm: GraphModule, context: Context) -> PassResult:
     """Annotate ``meta["precision"]`` on every node of the graph and of the bodies it calls."""
     declined: tuple[str, ...] = ()
+    walk = Walk([gm], context)
     if context.placement == "autocast":
-        place_as_autocast(gm, context)
+        place_as_autocast(walk)
     else:
         if context.costs is not None:
             counted = "forward and backward" if context.gradients else "forward alone"
             graph_notes(gm).costs = f"{context.costs}, {counted}"
             graph_notes(gm).counts_backward = context.gradients
-        declined = tuple(place_by_cut(gm, context, ops_kept_in_fp32(gm, context)))
+        declined = tuple(place_by_cut(walk, ops_kept_in_fp32(walk)))
     assumed = taken_for_floats(gm.graph, context.low) if context.policy.lowers_sources else set()
     for node in gm.graph.find_nodes(op="placeholder"):
         notes(node).taken_for_float = node in assumed

@@ -26,7 +26,7 @@ tensor that shares its memory; the next reader then gets a new one. So does the 
 cast by ``cast_saturating``.
 
 What takes its dtype from a low tensor, and needs digits that this has not (``placement.origins``: counts, and
-``placement.saturation``), is written as FP32::
+``placement.pins``), is written as FP32::
 
     %t: float32 = to(%ids, torch.float32)              # was %ids.to(%y.dtype)
 

@@ -23,22 +23,17 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fxprec.inspection.nodes import is_inserted, is_shadow
+from fxprec.passes.costs.op_costs import CAST_BYTES, OpCosts, Price, elements
 from fxprec.passes.dtypes.fake_results import numel_of
 from fxprec.passes.graph.annotations import Arrival, Rule, nested, notes
 from fxprec.passes.graph.subgraphs import attribute_of
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.table import facts_of
-from fxprec.passes.placement.op_costs import OpCosts, Price, elements
-from fxprec.passes.placement.sites import site_of
 from fxprec.settings import Settings
 from fxprec.tape.memory import Size
 
 #: Sizes, or what the op costs, are not known.
 UNKNOWN: Final = -1.0
-
-
-#: A cast reads four bytes an element and writes two, or the reverse.
-_CAST_BYTES: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +83,14 @@ class Prices:
         precision = notes(node).precision
         if is_inserted(node):
             return costs.cast(node.all_input_nodes[0]) * 1e-12
-        site = site_of(node, self._context)
-        priced = site.facts.cost is not None
+        priced = facts_of(notes(node).op.name).cost is not None
         dtype = (precision.compute if priced else precision.output) or torch.float32
         if dtype not in (torch.float32, self._context.low):  # float64, or a low dtype of this node's own
             return UNKNOWN
         # Ops without a cost of their own are bound by memory.
         if not priced:
             return costs.stream(node, dtype) * 1e-12
-        price = costs.price(site)
+        price = costs.price(node)
         if isinstance(price, str):
             return UNKNOWN
         return (price.low if dtype is self._context.low else price.full) * 1e-12
@@ -132,7 +126,7 @@ class Prices:
         if costs is None or elements(node) is None:
             return None
         # A price in words says why the device has no figure for this op.
-        price = costs.price(site_of(node, self._context)) if notes(node).precision.rule is Rule.LOW else None
+        price = costs.price(node) if notes(node).precision.rule is Rule.LOW else None
         if isinstance(price, str):
             return None
         full = price.full - price.low if isinstance(price, Price) else costs.traffic(node)
@@ -215,8 +209,8 @@ def _is_weight(node: Node) -> bool:
 
 
 def _bytes(more: list[Node], fewer: list[Node], widened: list[Node], grows: bool) -> int | None:
-    casts = [(each, _CAST_BYTES) for each in more if not _is_weight(each)]
-    casts += [(each, -_CAST_BYTES) for each in fewer if not is_shadow(each)]
+    casts = [(each, CAST_BYTES) for each in more if not _is_weight(each)]
+    casts += [(each, -CAST_BYTES) for each in fewer if not is_shadow(each)]
     moved = [*casts, *((each, 2 if grows else -2) for each in widened)]
     counts = [elements(node) for node, _ in moved]
     if any(count is None for count in counts):

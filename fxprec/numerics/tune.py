@@ -36,8 +36,7 @@ from fxprec.passes.graph.annotations import Rule, module_path, notes, weight_pat
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.table import facts_of
-from fxprec.passes.placement.budget import cheapest_within, most_exact_within
-from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff, computes_full
+from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff, cheapest_within, computes_full, most_exact_within
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.torch_internals import HigherOrderOperator
 from fxprec.settings import Lower, Settings
@@ -63,7 +62,7 @@ def tune(
     A copy of the model in which all is low that may be is audited: so the squared error is known that each op adds
     where it rounds its result, and each reader where it reads a value rounded. With the costs of the device that gives
     a minimum cut of time + weight * squared error, for any weight; the weight is found by bisection on the curve of the
-    best that can be had (``passes.placement.budget``). Ops become FP32 where that is worth its time, and low where
+    best that can be had (``passes.placement.tradeoff``). Ops become FP32 where that is worth its time, and low where
     the policy keeps them in FP32 for little. What overrides of the model's policy say stays, and pins of safety do. Of
     a model at level O0, which is all FP32, the policy is one of level O1.
 

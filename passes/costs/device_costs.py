@@ -240,7 +240,7 @@ class DeviceCosts:
         ways: list[tuple[Work, Work]] = [_TORCHS]
         if way is not None and self._knows(dtype, way):
             ways.append(ATTENTION_WAYS[way])
-        return min(self._there_and_back(dtype, flop, gradients, works) for works in ways)
+        return min(self.there_and_back(dtype, flop, gradients, works) for works in ways)
 
     def attention_from(self, dtype: torch.dtype, way: AttentionWay) -> tuple[float, float]:
         """FLOP from which on attention is faster that way than by torch's kernel: alone, and with its backward.
@@ -256,7 +256,7 @@ class DeviceCosts:
             first = inf
             for flop in reversed(grid):
                 ours, torchs = (
-                    self._there_and_back(dtype, flop, gradients, works) for works in (ATTENTION_WAYS[way], _TORCHS)
+                    self.there_and_back(dtype, flop, gradients, works) for works in (ATTENTION_WAYS[way], _TORCHS)
                 )
                 if ours >= torchs:
                     break
@@ -273,7 +273,7 @@ class DeviceCosts:
         sizes = [work for work, _ in self.curves[torch.float32][Work.ATTENTION].points]
         for way in ways:
             if self._knows(dtype, way):
-                seconds = geometric_mean(self._there_and_back(dtype, size, 1.0, ATTENTION_WAYS[way]) for size in sizes)
+                seconds = geometric_mean(self.there_and_back(dtype, size, 1.0, ATTENTION_WAYS[way]) for size in sizes)
                 if seconds < _CLEARLY * least:
                     best, least = way, seconds
         return best
@@ -296,7 +296,8 @@ class DeviceCosts:
     def _knows(self, dtype: torch.dtype, way: AttentionWay) -> bool:
         return dtype in self.curves and self.curves[dtype].keys() >= {*ATTENTION_WAYS[way]}
 
-    def _there_and_back(self, dtype: torch.dtype, flop: float, gradients: float, works: tuple[Work, Work]) -> float:
+    def there_and_back(self, dtype: torch.dtype, flop: float, gradients: float, works: tuple[Work, Work]) -> float:
+        """Return the seconds of a forward and of the share ``gradients`` of its backward."""
         forward, backward = works
         return self.seconds(forward, dtype, flop) + gradients * self.seconds(backward, dtype, flop)
 

@@ -145,7 +145,7 @@ class OpRule:
     What it does to the range of its values:
 
         squares: whether the op multiplies a value by itself, which leaves float16's range from 256 on: there such a
-            call is FULL. ``placement.squares`` asks:
+            call is FULL. ``placement.products`` asks:
 
             ==============  ====================================================================================
             "always"        it does

@@ -13,62 +13,68 @@ from collections.abc import Iterable
 from functools import reduce
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Node
 
-from fxprec.passes.context import Context
 from fxprec.passes.dtypes.promotion import is_zero_dim
 from fxprec.passes.graph.annotations import NON_TENSOR, Rule, notes
 from fxprec.passes.ops.aliases import written_by
 from fxprec.passes.ops.table import facts_at
-from fxprec.passes.placement.pins import overflows, written_classes
-from fxprec.passes.placement.saturation import saturating_chains, spared
-from fxprec.passes.placement.sites import Site, assumed_original, base_of, carries_float, names_dtype, precision_of
-from fxprec.passes.placement.walk import GraphWalk
+from fxprec.passes.placement.pins import overflows, saturating_chains, spared
+from fxprec.passes.placement.sites import (
+    Site,
+    assumed_original,
+    base_of,
+    carries_float,
+    dtype_reference,
+    names_dtype,
+    precision_of,
+)
+from fxprec.passes.placement.walk import Kind, Step, Walk
 
 
-def place_as_autocast(gm: GraphModule, context: Context) -> None:
-    """Annotate ``meta["precision"]`` in the graph and the bodies it calls."""
-    _Promotion(context).run(gm)
+def place_as_autocast(walk: Walk) -> None:
+    """Annotate ``meta["precision"]`` in the graphs of a walk."""
+    promotion = _Promotion(walk)
+    walk.read(
+        {
+            Kind.INPUT: promotion.plain, Kind.SOURCE: promotion.plain, Kind.SHARE: promotion.plain,
+            Kind.CAST: promotion.plain, Kind.LOOKUP: promotion.lookup, Kind.COMPUTE: promotion.compute,
+            Kind.WRITE: promotion.write,
+        }
+    )  # fmt: skip
 
 
-class _Promotion(GraphWalk):
-    """Every value has its dtype as soon as the walk is past it."""
+class _Promotion:
+    """Reads the steps in order: every value has its dtype as soon as its step was read."""
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
+    def __init__(self, walk: Walk) -> None:
+        self.walk, self.context, self.classes = walk, walk.context, walk.classes
         self.dtypes: dict[Node, torch.dtype] = {}
         self.sources: set[Node] = set()  # they count as low from O2 on
         self.near_poles: set[Node] = set()
-        self.original: set[Node] = set()  # roots of written memory whose bits are read: it cannot be low
-
-    def enter(self, graph: Graph, returns: bool) -> None:
-        classes = written_classes(graph)
-        self.classes |= classes
         if self.context.policy.lowers_parameters:
-            self.near_poles |= saturating_chains(graph, False, self.context.low).keys()
-        self.original |= {root for node, root in classes.items() if self.reads_bits(node)}
+            for graph, _, _ in walk.graphs:
+                self.near_poles |= saturating_chains(graph, False, self.context.low).keys()
+        # roots of written memory whose bits are read: it cannot be low
+        self.original = {root for node, root in self.classes.items() if _reads_bits(node)}
 
-    def reads_bits(self, node: Node) -> bool:
-        """Return whether it is a view of floats as other numbers, which wants them in their original dtype."""
-        view = node.op.startswith("call") and facts_at(node).view and base_of(node) is not node
-        floats = carries_float(notes(node).dtype) or notes(node).dtype is NON_TENSOR
-        return view and not floats and carries_float(notes(base_of(node)).dtype) and notes(node).op.name != "to"
-
-    def has(self, node: Node) -> bool:
-        return node in self.dtypes
-
-    def is_wide(self, node: Node) -> bool:
-        return self.dtypes[node] is torch.float32
-
-    def assign_dtype(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
+    def assign(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
+        """Give a value its dtype; ``source``: nothing of the graph flowed into it."""
         self.dtypes[node] = dtype
         if source and self.context.policy.lowers_sources:
             self.sources.add(node)
 
-    def assign_dtype_of(self, node: Node, reference: Node) -> None:
-        self.dtypes[node] = self.dtypes[reference]
+    def assign_named(self, site: Site, source: bool = False) -> None:
+        """Give a value the dtype of the tensor that the call names, as it arrives, or else its own."""
+        node = site.node
+        reference = None if site.facts.bits else dtype_reference(node)
+        if reference is not None and reference in self.dtypes:
+            self.dtypes[node] = self.dtypes[reference]
+        else:
+            low = notes(node).names_tensors_dtype
+            self.assign(node, self.context.low if low else assumed_original(notes(node).dtype), source)
 
-    def share_dtype(self, node: Node, whole: Node) -> None:
+    def share(self, node: Node, whole: Node) -> None:
         self.dtypes[node] = self.dtypes[whole]
         if whole in self.sources:
             self.sources.add(node)
@@ -77,12 +83,29 @@ class _Promotion(GraphWalk):
         notes(node).precision = precision_of(node, rule, why, reads, self.dtypes.get(node))
         notes(node).discard("root_dtype")
 
-    def compute(self, site: Site, floats: bool) -> None:
-        site = spared(site, self.near_poles)
+    def plain(self, step: Step) -> None:
+        """Read the step of a node that computes nothing."""
+        if step.kind is Kind.CAST and step.site is not None and step.floats:
+            self.assign_named(step.site)
+        elif step.of is not None:
+            self.share(step.node, step.of)
+        elif step.floats:
+            annotations = notes(step.node)
+            self.assign(step.node, assumed_original(annotations.dtype), source=not annotations.handed_over)
+        self.decide(step.node, step.rule, step.why)
+
+    def lookup(self, step: Step) -> None:
+        assert step.site is not None
+        wide = self.dtypes[step.site.base] is torch.float32
+        (self.compute if not wide and self.walk.adds_up_low(step.site) else self.plain)(step)
+
+    def compute(self, step: Step) -> None:
+        assert step.site is not None
+        site, floats = spared(step.site, self.near_poles), step.floats
         rule = self.listed(site) if set(site.data).isdisjoint(written_by(site.node)) else Rule.KEEP
-        if self.classes.get(site.node, site.node) is not site.node and self.has(site.base):
+        if self.classes.get(site.node, site.node) is not site.node and step.of is not None:
             if floats:  # a view of memory that is written: a cast would miss the writes
-                self.share_dtype(site.node, site.base)
+                self.share(site.node, site.base)
             return self.decide(site.node, Rule.FOLLOW, site.why)
         if rule is Rule.KEEP:
             return self.settle(site, floats, rule, None, source=not (site.data or site.kept))
@@ -98,7 +121,7 @@ class _Promotion(GraphWalk):
             not floats and rule not in (Rule.LOW, Rule.FULL) and (site.facts.native_promotion or len(site.data) == 1)
         ):
             return self.settle(site, floats, Rule.FOLLOW, None)
-        if not floats or reads is not self.context.low or not site.adds_up_low(self.context, self.learned):
+        if not floats or reads is not self.context.low or not self.walk.adds_up_low(site):
             return self.settle(site, floats, rule, reads)
         self.settle(site, floats, rule, torch.float32)
         notes(site.node).root_dtype = self.dtypes[site.node] = reads
@@ -107,20 +130,21 @@ class _Promotion(GraphWalk):
         node = site.node
         wide = reads is None or site.facts.wide
         if floats and (wide or names_dtype(node)):
-            self.assign_named_dtype(site, assumed_original(notes(node).dtype), source)
+            self.assign_named(site, source)
         elif floats and reads is not None:
             self.dtypes[node] = reads
         self.decide(node, rule, site.why, reads)
-        if node in self.original and self.has(node):
+        if node in self.original and node in self.dtypes:
             dtype = assumed_original(notes(node).dtype)
             if dtype is not self.dtypes[node]:
                 notes(node).root_dtype = self.dtypes[node] = dtype
 
-    def write(self, site: Site, floats: bool) -> None:
+    def write(self, step: Step) -> None:
         """Decide an in-place op: it computes in the dtype of what it writes to."""
-        written = self.dtypes.get(site.base)
-        if written is not None and floats:
-            self.share_dtype(site.node, site.base)
+        assert step.site is not None
+        site, written = step.site, self.dtypes.get(step.site.base)
+        if step.floats:
+            self.share(site.node, site.base)
         if site.name == "copy" and written is not None:
             return self.decide(site.node, Rule.FOLLOW, site.why)
         keep = written is None or site.rule is Rule.KEEP
@@ -142,3 +166,10 @@ class _Promotion(GraphWalk):
         dimensioned = [source for source in known if not is_zero_dim(source)]
         found = [self.context.low if source in self.sources else self.dtypes[source] for source in dimensioned or known]
         return reduce(torch.promote_types, found) if found else None
+
+
+def _reads_bits(node: Node) -> bool:
+    """Return whether it is a view of floats as other numbers, which wants them in their original dtype."""
+    view = node.op.startswith("call") and facts_at(node).view and base_of(node) is not node
+    floats = carries_float(notes(node).dtype) or notes(node).dtype is NON_TENSOR
+    return view and not floats and carries_float(notes(base_of(node)).dtype) and notes(node).op.name != "to"

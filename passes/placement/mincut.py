@@ -24,31 +24,32 @@ is. What an override of the user's lowers is lowered, whatever it costs, and so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Node
 
 from fxprec.kernels.launch.operands import LOW_DTYPES
-from fxprec.passes.context import Context
+from fxprec.passes.costs.op_costs import OpCosts, Price
 from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, Rule, module_path, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.aliases import written_by
 from fxprec.passes.ops.names import cast_target, dtype_argument
-from fxprec.passes.placement.contractions import ELEMENTWISE, is_elementwise
-from fxprec.passes.placement.op_costs import OpCosts, Price, Verdict
 from fxprec.passes.placement.origins import COUNTS, Origins
 from fxprec.passes.placement.pins import (
     commutes_with_rounding,
     exp_chains,
     overflowing_square,
     rounded_to_integer,
+    saturating_chains,
+    spared,
     stalls,
     unsafe_number,
-    written_classes,
 )
-from fxprec.passes.placement.saturation import saturating_chains, spared
+from fxprec.passes.placement.products import ELEMENTWISE, is_elementwise
 from fxprec.passes.placement.sites import (
     Site,
     assumed_original,
@@ -59,8 +60,66 @@ from fxprec.passes.placement.sites import (
 )
 from fxprec.passes.placement.solver import solve
 from fxprec.passes.placement.variables import FP32, LOW, Variables
-from fxprec.passes.placement.walk import GraphWalk
+from fxprec.passes.placement.walk import Kind, Step, Walk
 from fxprec.passes.torch_internals import is_higher_order
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Verdict on LOW ops: which are left in FP32, told before casts are placed.
+
+    Attributes:
+        stays: op -> why it stays FP32.
+        unpriced: op that is lowered unasked -> why nobody knows what it costs.
+        costs: what casts are placed by; None: by their bytes, since all LOW ops are lowered.
+    """
+
+    stays: Mapping[Node, str] = field(default_factory=dict)
+    unpriced: Mapping[Node, str] = field(default_factory=dict)
+    costs: OpCosts | None = None
+
+
+def place_by_cut(walk: Walk, verdict: Verdict) -> list[str]:
+    """Annotate ``meta["precision"]`` in the graphs of a walk; 'node: reason' where a pin was overruled.
+
+    ``verdict``: LOW ops that stay FP32 all the same.
+    """
+    constraints = Constraints(walk, verdict)
+    constraints.widen_unless_read_low()
+    _annotate(constraints, constraints.variables.dtypes(solve(constraints.variables.problem())))
+    return constraints.variables.declined
+
+
+def ops_kept_in_fp32(walk: Walk) -> Verdict:
+    """The LOW ops of a walk that are faster left in FP32; annotates nothing.
+
+    The verdict has a node and a reason for each, and by operator how many could not be weighed: of unknown sizes, or
+    of a kind without a cost. What an override names is not weighed. Without costs of the device the verdict is empty.
+    """
+    if walk.context.costs is None:
+        return Verdict()
+    costs = walk.op_costs()
+    constraints = Constraints(walk, Verdict(costs=costs), Freedom.PRICED)
+    constraints.widen_unless_read_low()
+    full = solve(constraints.variables.problem())
+    casts_around = constraints.variables.casts_around(full)
+    stays = {}
+    for node, (site, price, variable) in constraints.priced.items():
+        if full[variable]:
+            wide, low = casts_around(node, variable, site.data)
+            stays[node] = costs.why(price, price.full + wide, price.low + low)
+    return Verdict(stays, constraints.unpriced, costs if stays else None)
+
+
+class Freedom(IntEnum):
+    """Ops that may be FP32 or low, beside those that follow or promote."""
+
+    #: None: LOW ops are low, and FULL ones FP32.
+    NONE = 0
+    #: LOW ops whose time is known.
+    PRICED = 1
+    #: These, and FULL ones; and an FP32 input makes nobody FP32, as that is weighed, too.
+    ALL = 2
 
 
 class _Decided(NamedTuple):
@@ -73,140 +132,133 @@ class _Decided(NamedTuple):
     site: Site | None = None
 
 
-def place_by_cut(gm: GraphModule, context: Context, verdict: Verdict | None = None) -> list[str]:
-    """Annotate ``meta["precision"]`` in the graph and the bodies it calls; 'node: reason' where a pin was overruled.
+class Constraints:
+    """The cut problem of a walk: what each step says of the variables that stand for the dtypes of values.
 
-    ``verdict``: LOW ops that stay FP32 all the same.
+    Args:
+        verdict: LOW ops that stay FP32, and the costs of casts; without, their bytes.
+        freedom: which ops are free besides.
+
+    Attributes:
+        variables: pins, closures and costs.
+        decided: node -> what is known of it before the cut.
+        priced: LOW op that is free -> its call, price and variable.
+        unpriced: LOW op that stays low, as nobody knows what it costs -> why.
+        free: op that may be either -> its variable.
+        parts: value -> those that it is made of without a rounding.
+        roots: ops behind which a cast may stand.
+        names_fp32: calls that name another tensor's dtype, and give FP32 all the same -> why.
     """
-    walk = CutWalk(context, verdict)
-    walk.run(gm)
-    walk.widen_unless_read_low()
-    _annotate(walk, walk.variables.dtypes(solve(walk.variables.problem())))
-    return walk.variables.declined
 
-
-class CutWalk(GraphWalk):
-    """Collects the cut problem; ``variables`` holds it."""
-
-    def __init__(self, context: Context, verdict: Verdict | None = None) -> None:
-        super().__init__(context)
-        self.verdict = verdict or Verdict()
-        priced = self.verdict.costs is not None
-        absorbs = context.casts_fuse if priced else context.regions == "triton" and context.policy.lowers_sources
-        self.variables = Variables(context.low, absorbs, self.verdict.costs)
+    def __init__(self, walk: Walk, verdict: Verdict, freedom: Freedom = Freedom.NONE) -> None:
+        self.walk, self.context, self.classes = walk, walk.context, walk.classes
+        self.verdict, self.freedom = verdict, freedom
+        fuses = self.context.regions == "triton" and self.context.policy.lowers_sources
+        absorbs = fuses if verdict.costs is None else self.context.casts_fuse
+        self.variables = Variables(self.context.low, absorbs, verdict.costs)
         self.decided: dict[Node, _Decided] = {}
-        self.commuting: dict[Node, list[int]] = {}  # ops that commute with rounding -> their inputs
-        self.roots: list[Node] = []  # ops behind which a cast may stand
-        self.chains: set[Node] = set()
-        self.squares: set[Node] = set()  # what low memory cannot hold
+        self.priced: dict[Node, tuple[Site, Price, int]] = {}
+        self.unpriced: dict[Node, str] = {}
+        self.free: dict[Node, int] = {}
+        self.parts: dict[Node, tuple[Node, ...]] = {}
+        self.roots: list[Node] = []
+        self.names_fp32: dict[Node, str] = {}
         self.origins = Origins()
-        self.saturated: dict[Node, str] = {}
-        self.near_poles: set[Node] = set()
-        self.cast_as: dict[Node, set[Node | None]] = {}  # root of written memory -> whose dtype casts of it name
-        self.digits: dict[Node, str] = {}  # calls that name another tensor's dtype, and give FP32 all the same -> why
-
-    def enter(self, graph: Graph, returns: bool) -> None:
-        self.classes |= written_classes(graph)
+        self._commuting: dict[Node, list[int]] = {}  # ops that commute with rounding -> their inputs
+        self._squares: set[Node] = set()  # what low memory cannot hold
+        self._chains: set[Node] = set()
+        self._saturated: dict[Node, str] = {}
+        self._near_poles: set[Node] = set()
+        for graph, hands_out, _ in walk.graphs:
+            lowers_poles = self.context.policy.lowers_parameters
+            chains = saturating_chains(graph, hands_out and not lowers_poles, self.context.low)
+            self._saturated |= {} if lowers_poles else chains
+            self._near_poles |= chains.keys()
+            self._chains |= exp_chains(graph)
+            self.origins.enter(graph, walk.operands)
+        self._cast_as: dict[Node, set[Node | None]] = {}  # root of written memory -> whose dtype casts of it name
         for cast in (node for node in self.classes if notes(node).op.name == "to"):
             if cast_target(cast) is torch.float32 or dtype_reference(cast) is not None:
-                self.cast_as.setdefault(self.classes[cast], set()).add(dtype_reference(cast))
-        self.chains |= exp_chains(graph)
-        self.origins.enter(graph, self.operands)
-        lowers_poles = self.context.policy.lowers_parameters
-        chains = saturating_chains(graph, returns and not lowers_poles, self.context.low)
-        self.saturated |= {} if lowers_poles else chains
-        self.near_poles |= chains.keys()
+                self._cast_as.setdefault(self.classes[cast], set()).add(dtype_reference(cast))
+        walk.read(
+            {
+                Kind.INPUT: self._source, Kind.SOURCE: self._source, Kind.SHARE: self._share, Kind.CAST: self._cast,
+                Kind.LOOKUP: self._lookup, Kind.COMPUTE: self._compute, Kind.WRITE: self._write,
+            }
+        )  # fmt: skip
 
     def has(self, node: Node) -> bool:
+        """Return whether the node's value is a float that was given a variable."""
         return node in self.variables.value
 
-    def is_wide(self, node: Node) -> bool:
-        return self.variables.value[node] == FP32
+    def is_overridden(self, site: Site) -> bool:
+        """Return whether the policy names it: then that stands, whatever it costs."""
+        path = module_path(site.node)
+        return any(each.match(site.name, site.node, path) for each in self.context.policy.overrides)
 
-    def assign_dtype(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
-        variables = self.variables
-        base = base_of(node)
-        if self.classes.get(node, node) is not node and self.has(base):  # a cast that gives the very tensor it takes
-            variables.pin_shared(node, variables.value[base], dtype)
-            variables.share_dtype(node, base)
-            return
-        variables.value[node] = variables.pin(dtype)
-        if source and self.context.policy.lowers_sources:
-            variables.does_not_widen.add(node)
+    # -- steps that compute nothing ------------------------------------------------------------------------------------
 
-    def assign_dtype_of(self, node: Node, reference: Node) -> None:
-        self.variables.value[node] = self.variables.arriving(reference)
-
-    def share_dtype(self, node: Node, whole: Node) -> None:
-        self.variables.share_dtype(node, whole)
-        self.commuting[node] = []
-
-    def bind_operand(self, placeholder: Node, operand: Node) -> None:
-        self.variables.share_with_operand(placeholder, operand)
-        self.commuting[placeholder] = []
-
-    def read_by_user_cast(self, node: Node, source: Node) -> None:
-        self.variables.read(source, self.variables.arriving(node))
-
-    def want_original(self, sources: Iterable[Node]) -> None:
-        self.variables.read_original(sources)
-
-    def input(self, node: Node) -> None:
-        self.source(node, "an input")
-        variables = self.variables
-        if self.verdict.costs is not None:  # prices say whether it is worth its cast
-            return
-        if node in variables.does_not_widen and node not in self.classes:
+    def _source(self, step: Step) -> None:
+        node, variables = step.node, self.variables
+        for source in node.all_input_nodes if node.op == "output" and step.reads_original else ():
+            if self.has(source) and isinstance(notes(source).dtype, tuple):  # nobody can cast a tuple on its way out
+                variables.pin_shared(source, variables.value[source], assumed_original(notes(source).dtype))
+        if step.reads_original:
+            variables.read_original(node.all_input_nodes)
+        if step.floats:
+            self._assign(node, assumed_original(notes(node).dtype), source=not notes(node).handed_over)
+        self._decide(node, step.rule, step.why)
+        # Where prices say whether an input is worth its cast, it does not count as low before.
+        free = step.kind is Kind.INPUT and self.verdict.costs is None and node not in self.classes
+        if free and node in variables.does_not_widen:
             variables.arrives[node], variables.value[node] = variables.value[node], LOW
 
-    def output(self, node: Node, returns: Rule) -> None:
-        for source in node.all_input_nodes if returns is Rule.KEEP else ():
-            if self.has(source) and isinstance(notes(source).dtype, tuple):  # nobody can cast a tuple on its way out
-                self.variables.pin_shared(source, self.variables.value[source], assumed_original(notes(source).dtype))
-        super().output(node, returns)
+    def _share(self, step: Step) -> None:
+        if step.of is not None:
+            if step.node in self.walk.operands:
+                self.variables.share_with_operand(step.node, step.of)
+            else:
+                self.variables.share_dtype(step.node, step.of)
+            self._commuting[step.node], self.parts[step.node] = [], (step.of,)
+        self._decide(step.node, step.rule, step.why)
 
-    def compute(self, site: Site, floats: bool) -> None:
-        if self.classes.get(site.node, site.node) is not site.node and self.has(site.base):
-            self.view_of_written(site, floats)
-        elif self.classes and not set(site.data).isdisjoint(written_by(site.node)):
-            self.keep(site, floats)
-        else:
-            site = spared(site, self.near_poles)
-            square = overflowing_square(site, self.context)
-            if square is not None:
-                self.squares.add(site.node)
-                site = site._replace(rule=Rule.FULL, why=square)
-            elif site.rule is Rule.LOW and site.is_as_in_table:
-                if self.origins.counts(site.node) and notes(site.node).dtype not in LOW_DTYPES:
-                    site = site._replace(rule=Rule.FULL, why=COUNTS)
-                elif is_elementwise(site.node):
-                    site = site._replace(rule=Rule.PROMOTE, why=ELEMENTWISE)
-            {Rule.KEEP: self.keep, Rule.LOW: self.low, Rule.FULL: self.full}.get(site.rule, self.follow)(site, floats)
+    def _cast(self, step: Step) -> None:
+        if step.site is None:  # to a device
+            self._share(step)
+        elif step.floats:
+            self._assign_named(step.site)
+        if step.of is not None:
+            self.variables.read(step.of, self.variables.arriving(step.node))
+            self.parts[step.node] = (step.of,)
+        self._decide(step.node, step.rule, step.why)
 
-    def write(self, site: Site, floats: bool) -> None:
+    # -- memory that is written ----------------------------------------------------------------------------------------
+
+    def _write(self, step: Step) -> None:
         """Constrain an in-place op: the result has the dtype of what is written, and no operand widens it."""
-        node, variables = site.node, self.variables
+        assert step.site is not None
+        site, node, variables = step.site, step.node, self.variables
         variable = variables.value.get(site.base)
         others = [source for source in (*site.data, *site.kept) if source is not site.base]
-        if variable is not None and floats:
+        if step.floats:
             variables.share_dtype(node, site.base)
         if variable is None or (site.rule is Rule.KEEP and site.name != "copy"):
             if variable is not None:
                 variables.pin_shared(node, variable, assumed_original(notes(site.base).dtype))
             variables.read_original(others)
-            return self.decide(node, Rule.KEEP, site.why)
+            return self._decide(node, Rule.KEEP, site.why)
         square = overflowing_square(site, self.context)
-        why = square or self.unsafe(site)
-        if why or not self.squares.isdisjoint(others):
+        why = square or self._unsafe(site)
+        if why or not self._squares.isdisjoint(others):
             variables.pin_shared(node, variable, torch.float32)
         if site.name == "copy":  # it converts
-            return self.decide(node, Rule.FOLLOW, site.why)
+            return self._decide(node, Rule.FOLLOW, site.why)
         for source in () if site.facts.native_promotion else others:
             variables.read(source, variable)
         full = square is not None and variables.dtype_of(variable) is torch.float32
-        self.decide(node, Rule.FULL if full else site.rule, why or site.why, variable)
+        self._decide(node, Rule.FULL if full else site.rule, why or site.why, variable)
 
-    def view_of_written(self, site: Site, floats: bool) -> None:
+    def _view_of_written(self, site: Site, floats: bool) -> None:
         """Give a view of memory that is written to its base's variable: all views of one storage have one dtype."""
         node, variables = site.node, self.variables
         variable = variables.value[site.base]
@@ -217,29 +269,37 @@ class CutWalk(GraphWalk):
             variables.pin_shared(node, variable, site.dtype or of_rule)
         if floats:
             variables.share_dtype(node, site.base)
+        self.parts[node] = (site.base,)
         variables.read_original(site.kept)
-        self.decide(node, Rule.FOLLOW, site.why, variable)
+        self._decide(node, Rule.FOLLOW, site.why, variable)
 
-    def assign_named_dtype(self, site: Site, dtype: torch.dtype, source: bool = False) -> None:
-        """Assign the dtype that a call names, or FP32 where somebody needs digits that the original program has."""
-        node, reference = site.node, dtype_reference(site.node)
-        why = COUNTS if self.origins.is_exact(node) else self.saturated.get(node)
-        if why is None and self.cast_as.get(self.classes.get(node, node), {reference}) != {reference}:
-            why = "a cast gives this very tensor, whose memory is written"
-        is_source = self.classes.get(node, node) is not node  # x.type_as(y) is x itself where both are FP32
-        if is_source:
-            why = why or "it is the tensor that it casts, whose memory is written"
-        named = notes(node).names_tensors_dtype or reference is not None
-        if why is None or not named or notes(node).dtype is not torch.float32:
-            if is_source and notes(node).dtype is UNKNOWN:
-                return self.assign_dtype(node, torch.float32)  # of an input: the call itself finds out what it is
-            return super().assign_named_dtype(site, dtype, source)
-        self.digits[node] = why
-        self.assign_dtype(node, torch.float32)
-        if reference is None or not self.has(reference) or self.variables.arriving(reference) != FP32:
-            self.variables.does_not_widen.add(node)  # it widens nobody whom that dtype would not
+    # -- ops that compute ----------------------------------------------------------------------------------------------
 
-    def keep(self, site: Site, floats: bool) -> None:
+    def _lookup(self, step: Step) -> None:
+        assert step.site is not None
+        wide = self.variables.value[step.site.base] == FP32
+        (self._compute if not wide and self.walk.adds_up_low(step.site) else self._share)(step)
+
+    def _compute(self, step: Step) -> None:
+        assert step.site is not None
+        site, node, floats = step.site, step.node, step.floats
+        if self.classes.get(node, node) is not node and step.of is not None:
+            return self._view_of_written(site, floats)
+        if self.classes and not set(site.data).isdisjoint(written_by(node)):
+            return self._keep(site, floats)
+        site = spared(site, self._near_poles)
+        square = overflowing_square(site, self.context)
+        if square is not None:
+            self._squares.add(node)
+            site = site._replace(rule=Rule.FULL, why=square)
+        elif site.rule is Rule.LOW and site.is_as_in_table:
+            if self.origins.counts(node) and notes(node).dtype not in LOW_DTYPES:
+                site = site._replace(rule=Rule.FULL, why=COUNTS)
+            elif is_elementwise(node):
+                site = site._replace(rule=Rule.PROMOTE, why=ELEMENTWISE)
+        {Rule.KEEP: self._keep, Rule.LOW: self._low, Rule.FULL: self._full}.get(site.rule, self._follow)(site, floats)
+
+    def _keep(self, site: Site, floats: bool) -> None:
         node, variables = site.node, self.variables
         sources = (*site.data, *site.kept)
         variables.read_original(sources)
@@ -249,34 +309,68 @@ class CutWalk(GraphWalk):
         if floats:
             source = all(each in variables.does_not_widen for each in sources)  # a lookup that rescales its weight
             source = source and bool(written or not sources)
-            self.assign_named_dtype(site, assumed_original(notes(node).dtype), source)
-        self.decide(node, Rule.KEEP, site.why)
+            self._assign_named(site, source)
+        self._decide(node, Rule.KEEP, site.why)
 
-    def low(self, site: Site, floats: bool) -> None:
+    def _low(self, site: Site, floats: bool) -> None:
         node, variables = site.node, self.variables
+        price = self._price(site, floats)
+        if isinstance(price, Price):
+            variable = variables.value[node] = variables.priced(price.full - price.low)
+            variables.read_data(site, variable)
+            if node in self.classes:  # what is written in place later on may live in FP32 although the op is low
+                self._live_apart(node, variable)
+                variables.widen_with((variable,), variables.value[node])
+            self.priced[node], self.free[node] = (site, price, variable), variable
+            return self._decide(node, site.rule, site.why, variable)
         if node in self.verdict.stays:
-            return self.full(site._replace(why=self.verdict.stays[node]), floats)
+            return self._full(site._replace(why=self.verdict.stays[node]), floats)
         if node in self.verdict.unpriced:
             site = site._replace(why=f"{site.why}; pays: {self.verdict.unpriced[node]}")
         read = variables.pin(site.dtype or self.context.low)
         variables.read_data(site, read)
         if floats and (names_dtype(node) or site.facts.wide):
-            self.assign_named_dtype(site, assumed_original(notes(node).dtype))  # O3: softmax(x, dtype=torch.float32)
-            return self.decide(node, Rule.LOW, site.why, read)
+            self._assign_named(site)  # O3: softmax(x, dtype=torch.float32)
+            return self._decide(node, Rule.LOW, site.why, read)
         if floats:
             variables.value[node] = read
             if node in self.classes and not isinstance(notes(node).dtype, tuple):
-                variables.value[node] = variables.new(node)
-                variables.add_cast_behind(node, read, variables.value[node])
+                self._live_apart(node, read)
                 self.roots.append(node)
-        self.decide(node, Rule.LOW, site.why, read, out=read if floats else None)
+        self._decide(node, Rule.LOW, site.why, read, out=read if floats else None)
 
-    def full(self, site: Site, floats: bool) -> None:
+    def _live_apart(self, node: Node, made: int) -> None:
+        """Let what a kernel makes in the dtype of ``made`` live in another one: a cast may stand behind it."""
+        self.variables.value[node] = self.variables.new(node)
+        self.variables.add_cast_behind(node, made, self.variables.value[node])
+
+    def _price(self, site: Site, floats: bool) -> Price | None:
+        """The price of a LOW op that is free; None: it is not ours to ask, or nobody knows, which is noted."""
+        node, dtype = site.node, notes(site.node).dtype
+        if self.freedom is Freedom.NONE or site.dtype is not None or not floats or self.is_overridden(site):
+            return None
+        if dtype is not UNKNOWN and not isinstance(dtype, tuple) and (dtype is not torch.float32 or names_dtype(node)):
+            return None
+        assert self.verdict.costs is not None
+        price = "sizes unknown" if dtype is UNKNOWN else self.verdict.costs.price(site.node)
+        if isinstance(price, Price):
+            return price
+        self.unpriced[node] = price
+        return None
+
+    def _full(self, site: Site, floats: bool) -> None:
         node, variables = site.node, self.variables
         read = out = FP32
         asked = dtype_argument(node)
         mixed = site.has_mixed_kernel(self.context) and asked is None
-        if site.accumulates_wide(self.context, asked):
+        is_free = self.freedom is Freedom.ALL and floats and notes(node).dtype is torch.float32
+        is_free = is_free and not self.is_overridden(site)
+        accumulates = site.accumulates_wide(self.context, asked)
+        if is_free and not mixed and not accumulates and asked is None and self._may_be_low(site):
+            variable = self.free[node] = variables.value[node] = variables.new(node)
+            variables.read_data(site, variable)
+            return self._decide(node, site.rule, site.why, variable, site=site)
+        if accumulates:
             read = variables.new()
             if mixed:  # what it makes of FP32 is FP32, what it makes of low values is free
                 out = variables.new(node)
@@ -286,33 +380,48 @@ class CutWalk(GraphWalk):
         variables.read_data(site, read)
         variables.widen_with(variables.promoting(site), read)
         if floats and names_dtype(node):
-            self.assign_named_dtype(site, assumed_original(notes(node).dtype))
+            self._assign_named(site)
         elif floats:
             variables.value[node] = out
-        self.decide(node, Rule.FULL, site.why, read if site.data else None)
+        if is_free and site.data:  # a norm's data may still be low, and the values of a sum
+            self.free[node] = read
+        self._decide(node, Rule.FULL, site.why, read if site.data else None)
 
-    def follow(self, site: Site, floats: bool) -> None:
+    def _may_be_low(self, site: Site) -> bool:
+        """Return whether a FULL op may be low: in float16 an error says nothing of the range of other data."""
+        node = site.node
+        safe = self.context.low is torch.bfloat16 and site.facts.low_kernel and node not in self._squares
+        safe = safe and not any(map(self.origins.counts, (node, *site.data)))
+        return safe and dtype_reference(node) is None and node not in self.classes
+
+    def _follow(self, site: Site, floats: bool) -> None:
         node, variables, info = site.node, self.variables, notes(site.node).dtype
+        if site.facts.exact or commutes_with_rounding(site):
+            self.parts[node] = site.data
         if not site.data or names_dtype(node):
             variables.read_original(site.kept)
             if floats:  # made in the dtype that the call gives, or out of integers
-                self.assign_named_dtype(site, assumed_original(info), source=True)
-            return self.decide(node, Rule.FOLLOW, site.why)
+                self._assign_named(site, source=True)
+            return self._decide(node, Rule.FOLLOW, site.why)
         bound = floats or any(rounded_to_integer(site.facts, each, self.context.low) is not None for each in node.args)
         if not bound and (site.facts.native_promotion or len(site.data) == 1):
-            return self.decide(node, Rule.FOLLOW, f"{site.why}; reads what arrives")
-        unsafe = self.unsafe(site)
+            return self._decide(node, Rule.FOLLOW, f"{site.why}; reads what arrives")
+        unsafe = self._unsafe(site)
         if unsafe:
             variable = FP32
-        elif floats and assumed_original(info) is self.context.low and not self.nears_pole(site):
+        elif floats and assumed_original(info) is self.context.low and not self._nears_pole(site):
             variable = LOW
             if node in self.classes and self.context.policy.lowers_parameters:  # unless what is written wants FP32
                 variables.pin_shared(node, variable := variables.new(node), self.context.low)
         else:
             variable = variables.new(node)
-        read = FP32 if floats and site.adds_up_low(self.context, self.learned) else variable
+        read = FP32 if floats and self.walk.adds_up_low(site) else variable
         variables.read_data(site, read)
-        self.promote(site, variable)
+        # an FP32 input makes the op FP32; of memory that is written there is one dtype, however free all others are
+        if commutes_with_rounding(site) and node not in self.classes and self.freedom is not Freedom.ALL:
+            self._commuting[node] = variables.promoting(site)
+        elif node in self.classes or self.freedom is not Freedom.ALL:
+            variables.widen_with(variables.promoting(site), variable)
         if floats:
             variables.value[node] = variable
             if read is not variable:
@@ -320,28 +429,23 @@ class CutWalk(GraphWalk):
                 self.roots.append(node)
             if unsafe is COUNTS and variables.does_not_widen.issuperset(site.data):
                 variables.does_not_widen.add(node)
-        self.decide(node, site.rule, unsafe or site.why, read, out=FP32 if read is not variable else None, site=site)
+            if info is torch.float32:
+                self.free[node] = read
+        self._decide(node, site.rule, unsafe or site.why, read, out=FP32 if read is not variable else None, site=site)
 
-    def nears_pole(self, site: Site) -> bool:
+    def _nears_pole(self, site: Site) -> bool:
         """Return whether at O3, where all that weights made counts as low, a value is as wide as what it is made of."""
-        near = site.node in self.near_poles or not self.near_poles.isdisjoint(site.data)
+        near = site.node in self._near_poles or not self._near_poles.isdisjoint(site.data)
         return near and self.context.policy.lowers_parameters
 
-    def promote(self, site: Site, variable: int) -> None:
-        """Let the op that follows be FP32 where an input is."""
-        if commutes_with_rounding(site) and site.node not in self.classes:
-            self.commuting[site.node] = self.variables.promoting(site)
-        else:
-            self.variables.widen_with(self.variables.promoting(site), variable)
-
-    def unsafe(self, site: Site) -> str | None:
+    def _unsafe(self, site: Site) -> str | None:
         """Return why an op cannot run low, or None. Where the program itself has a value low, its digits are gone."""
         node = site.node
-        if node in self.chains:
+        if node in self._chains:
             return "between an exponential and a reduction of it"
         was_low = notes(node).dtype in LOW_DTYPES
-        if node in self.saturated and not was_low:
-            return self.saturated[node]
+        if node in self._saturated and not was_low:
+            return self._saturated[node]
         if not was_low and stalls(site, self.context.device):
             return "it adds many values to one place, whose sum would stay at a few hundred in low precision"
         number = unsafe_number(site, self.context.low)
@@ -349,7 +453,47 @@ class CutWalk(GraphWalk):
             return COUNTS
         return number
 
-    def decide(
+    # -- what all steps write ------------------------------------------------------------------------------------------
+
+    def _assign(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
+        """Pin a value to a dtype; ``source``: nothing of the graph flowed into it."""
+        variables = self.variables
+        base = base_of(node)
+        if self.classes.get(node, node) is not node and self.has(base):  # a cast that gives the very tensor it takes
+            variables.pin_shared(node, variables.value[base], dtype)
+            return variables.share_dtype(node, base)
+        variables.value[node] = variables.pin(dtype)
+        if source and self.context.policy.lowers_sources:
+            variables.does_not_widen.add(node)
+
+    def _assign_named(self, site: Site, source: bool = False) -> None:
+        """Assign the dtype that a call names, or FP32 where somebody needs digits that the original program has.
+
+        Of a tensor that it names (``dtype=x.dtype``) it is that which arrives; but bits are taken for numbers of the
+        dtype that the tensor has in the original program.
+        """
+        node, reference, info = site.node, dtype_reference(site.node), notes(site.node).dtype
+        why = COUNTS if self.origins.is_exact(node) else self._saturated.get(node)
+        if why is None and self._cast_as.get(self.classes.get(node, node), {reference}) != {reference}:
+            why = "a cast gives this very tensor, whose memory is written"
+        is_source = self.classes.get(node, node) is not node  # x.type_as(y) is x itself where both are FP32
+        if is_source:
+            why = why or "it is the tensor that it casts, whose memory is written"
+        named = notes(node).names_tensors_dtype or reference is not None
+        arriving = self.variables.arriving(reference) if reference is not None and self.has(reference) else None
+        if why is not None and named and info is torch.float32:
+            self.names_fp32[node] = why
+            self._assign(node, torch.float32)
+            if arriving != FP32:
+                self.variables.does_not_widen.add(node)  # it widens nobody whom that dtype would not
+        elif is_source and info is UNKNOWN:
+            self._assign(node, torch.float32)  # of an input: the call itself finds out what it is
+        elif arriving is not None and not site.facts.bits:
+            self.variables.value[node] = arriving
+        else:
+            self._assign(node, self.context.low if notes(node).names_tensors_dtype else assumed_original(info), source)
+
+    def _decide(
         self,
         node: Node,
         rule: Rule,
@@ -358,19 +502,19 @@ class CutWalk(GraphWalk):
         out: int | None = None,
         site: Site | None = None,
     ) -> None:
-        value = self.variables.arriving(node) if node in self.variables.value else None
-        self.decided[node] = _Decided(read, value if out is None else out, rule, self.digits.get(node, why), site)
+        value = self.variables.arriving(node) if self.has(node) else None
+        self.decided[node] = _Decided(read, value if out is None else out, rule, self.names_fp32.get(node, why), site)
 
     def widen_unless_read_low(self) -> None:
         """Let ops that commute with rounding be FP32 where an input is, unless all their readers are low."""
         low: set[Node] = set()
-        for node, wide in reversed(self.commuting.items()):
-            if all(self.reads_low(user, low) for user in node.users):
+        for node, wide in reversed(self._commuting.items()):
+            if all(self._reads_low(user, low) for user in node.users):
                 low.add(node)
             else:
                 self.variables.widen_with(wide, self.variables.value[node])
 
-    def reads_low(self, user: Node, low: set[Node]) -> bool:
+    def _reads_low(self, user: Node, low: set[Node]) -> bool:
         decided = self.decided.get(user)
         if decided is None or user.op == "output" or is_higher_order(user.target):
             return False
@@ -378,94 +522,25 @@ class CutWalk(GraphWalk):
         return user in low or decided.read == LOW or cast or notes(user).dtype is NON_TENSOR
 
 
-def _annotate(walk: CutWalk, dtype: Callable[[int | None], torch.dtype | None]) -> None:
-    for node, (read, out, rule, why, site) in walk.decided.items():
+def _annotate(constraints: Constraints, dtype: Callable[[int | None], torch.dtype | None]) -> None:
+    for node, (read, out, rule, why, site) in constraints.decided.items():
         annotations = notes(node)
         reads = dtype(read)
-        if site is not None and read is not None and not walk.variables.is_pinned(read):
-            why = f"{why}; {_reason(walk, site, reads, dtype)}"
+        if site is not None and read is not None and not constraints.variables.is_pinned(read):
+            why = f"{why}; {_reason(constraints, site, reads, dtype)}"
         annotations.precision = precision_of(node, rule, why, reads, dtype(out))
         annotations.discard("root_dtype")
         annotations.discard("names_fp32")
-    for node in walk.digits:
+    for node in constraints.names_fp32:
         notes(node).names_fp32 = True
-    for node in walk.roots:
-        lives = dtype(walk.variables.value[node])
+    for node in constraints.roots:
+        lives = dtype(constraints.variables.value[node])
         if lives is not notes(node).precision.output:
             notes(node).root_dtype = lives
 
 
-def _reason(walk: CutWalk, site: Site, reads: torch.dtype | None, dtype: Callable) -> str:
+def _reason(constraints: Constraints, site: Site, reads: torch.dtype | None, dtype: Callable) -> str:
     for source in site.data:
-        if walk.has(source) and dtype(walk.variables.arriving(source)) is reads:
+        if constraints.has(source) and dtype(constraints.variables.arriving(source)) is reads:
             return f"%{source.name} is {dtype_name(reads)}"
-    return "fewest bytes cast" if walk.verdict.costs is None else "least time"
-
-
-def ops_kept_in_fp32(gm: GraphModule, context: Context) -> Verdict:
-    """The LOW ops, of the graph and of the bodies it calls, that are faster left in FP32; annotates nothing.
-
-    The verdict has a node and a reason for each, and by operator how many could not be weighed: of unknown sizes, or
-    of a kind without a cost. What an override names is not weighed. Without costs in ``context`` the verdict is empty.
-    """
-    if context.costs is None:
-        return Verdict()
-    costs = OpCosts.of(context.costs, context)
-    walk = PricedWalk(context, costs)
-    walk.run(gm)
-    walk.widen_unless_read_low()
-    full = solve(walk.variables.problem())
-    casts_around = walk.variables.casts_around(full)
-    stays = {}
-    for node, (site, price, variable) in walk.priced.items():
-        if full[variable]:
-            wide, low = casts_around(node, variable, site.data)
-            stays[node] = costs.why(price, price.full + wide, price.low + low)
-    return Verdict(stays, walk.unpriced, costs if stays else None)
-
-
-class PricedWalk(CutWalk):
-    """The cut problem with LOW ops that may stay FP32."""
-
-    def __init__(self, context: Context, costs: OpCosts) -> None:
-        super().__init__(context, Verdict(costs=costs))
-        self._costs = costs
-        self.priced: dict[Node, tuple[Site, Price, int]] = {}
-        self.unpriced: dict[Node, str] = {}
-
-    def enter(self, graph: Graph, returns: bool) -> None:
-        self._costs.enter(graph)  # once: a second look at the graph would take it for a body
-        super().enter(graph, returns)
-
-    def low(self, site: Site, floats: bool) -> None:
-        node, variables = site.node, self.variables
-        price = self._price(site, floats)
-        if isinstance(price, str):
-            self.unpriced[node] = price
-        if not isinstance(price, Price):
-            return super().low(site, floats)
-        variable = variables.value[node] = variables.priced(price.full - price.low)
-        variables.read_data(site, variable)
-        if node in self.classes:  # what is written in place later on may live in FP32 although the op is low
-            variables.value[node] = variables.new(node)
-            variables.add_cast_behind(node, variable, variables.value[node])
-            variables.widen_with((variable,), variables.value[node])
-        self.priced[node] = site, price, variable
-        self.decide(node, site.rule, site.why, variable)
-
-    def _price(self, site: Site, floats: bool) -> Price | str | None:
-        """None: it is not ours to ask."""
-        node = site.node
-        if site.dtype is not None or not floats or self.is_overridden(site):
-            return None
-        dtype = notes(node).dtype
-        if dtype is UNKNOWN:
-            return "sizes unknown"
-        if not isinstance(dtype, tuple) and (dtype is not torch.float32 or names_dtype(node)):
-            return None
-        return self._costs.price(site)
-
-    def is_overridden(self, site: Site) -> bool:
-        """Return whether the policy names it: then that stands, whatever it costs."""
-        path = module_path(site.node)
-        return any(each.match(site.name, site.node, path) for each in self.context.policy.overrides)
+    return "fewest bytes cast" if constraints.verdict.costs is None else "least time"

@@ -1,4 +1,4 @@
-"""What is not free for the cut to choose: values that low precision cannot hold, and memory that is written in place.
+"""Find what is not free for the cut to choose: values that low precision cannot hold, and memory that is written.
 
 Safety pins keep an op that would follow or promote in FP32::
 
@@ -9,6 +9,18 @@ Safety pins keep an op that would follow or promote in FP32::
     %e: float32 = mul(%y, %y)                            # float16 only: squares leave its range from 256 on
     %f: float32 = clamp(%y, max=0.9999999)               # a bound that is 1 in low: logit(%f) is infinite there
     %g: float32 = index_add(%zeros, 0, %ids, %y)         # a sum of many would stay at a few hundred in low
+    %h: float32 = sigmoid(%y)                            # from here to the logarithm, before which it would be 1
+    %i: float32 = rsub(%h, 1)
+    %log: float32 = log(%i)
+
+A sigmoid of 7 is 0.999; in bfloat16 it is 1, its ``log(1 - p)`` is infinite and its gradient 0. So the ops from what
+saturates to the pole are pinned, and the op that saturates reads FP32, too. What a module returns is pinned as well
+where a saturated value is all that it holds: its loss is taken outside, and it is cast to FP32 anyway. So is what is
+written into other memory, or goes into another body or comes out of one. A softmax that weighs values (attention) or a
+sigmoid that gates them reaches no pole: a matrix product ends the search, and so does a weight, or another low value,
+that goes in. A constant that is made like a low value (``ones_like(%h)``) is none of these: it reads no values, and is
+FP32 where it meets what is pinned. A cast that rounds nothing in the original program (``%p.to(%h.dtype)``) hands on,
+and so is written as FP32.
 
 Written classes: a tensor, its views and its in-place users share memory, so that one of them in another dtype would be
 a copy that misses the writes. ``written_classes`` finds them; a class without a write falls apart into ordinary ops.
@@ -25,20 +37,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 from torch.fx import Graph, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.graph.annotations import NO_OP, UNKNOWN, Rule, argument, notes
+from fxprec.passes.graph.annotations import NO_OP, UNKNOWN, Rule, arg_nodes, argument, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.aliases import shared_sources, written_memory
 from fxprec.passes.ops.names import cast_target
 from fxprec.passes.ops.rule import OpRule
 from fxprec.passes.ops.spellings import VIEW_ATTRIBUTES
 from fxprec.passes.ops.table import facts_at
-from fxprec.passes.placement.sites import Site, assumed_original
-from fxprec.passes.placement.squares import is_square
+from fxprec.passes.placement.products import is_square
+from fxprec.passes.placement.sites import Site, assumed_original, base_of, carries_float
+from fxprec.passes.policy.policy import LOWERED
+from fxprec.passes.torch_internals import is_higher_order
+
+#: Why a value that is handed to others is FP32. What saturates before a pole has a reason of its own.
+_HANDED_OUT: Final = "saturates in low precision, and who gets it may take its logarithm"
 
 
 def commutes_with_rounding(site: Site) -> bool:
@@ -138,6 +156,134 @@ def exp_chains(graph: Graph) -> set[Node]:
         if node in after and any(user in found or facts_at(user).sums for user in node.users):
             found.add(node)
     return found
+
+
+def saturating_chains(graph: Graph, returns: bool, low_dtype: torch.dtype) -> dict[Node, str]:
+    """Return the values from one that saturates to a pole, each with the reason why it is FP32.
+
+    Args:
+        returns: what the graph returns is given to somebody in its original dtype, or to another graph of ours.
+        low_dtype: float16 or bfloat16.
+    """
+    starts = {node for node in graph.nodes if _saturates(node, low_dtype)}
+    if not starts:
+        return {}
+    after: set[Node] = set()
+    low: set[Node] = set()  # values that may be low, and do not saturate
+    constants: set[Node] = set()
+    for node in graph.nodes:
+        row = facts_at(node)
+        sources = {*_floats(node)}
+        if node in starts or _leads_on(node, row, after, low):
+            after.add(node)
+        elif row.rule is Rule.LOW or notes(node).kind == "parameter":
+            low.add(node)
+        elif row.rule in (Rule.FOLLOW, Rule.PROMOTE) and (sources or row.example):
+            if sources <= constants:
+                constants.add(node)
+            elif not low.isdisjoint(sources):
+                low.add(node)
+        if notes(node).op.in_place and not after.isdisjoint(sources):
+            written = {*_written(node, constants)}
+            after |= written
+            constants -= written
+    reasons: dict[Node, str] = {}
+    for node in reversed(graph.nodes):
+        if node in after or node in constants:
+            found = (_reason(node, user, reasons, after, constants, returns) for user in node.users)
+            reason = next(filter(None, found), None)
+            if reason is not None:
+                reasons[node] = reason
+    return reasons
+
+
+def spared(site: Site, near_poles: set[Node]) -> Site:
+    """Return the call of an op that level O3 lowers, so that it takes what arrives where that nears a pole.
+
+    A sigmoid whose gradient is FP32 and a pole that reads it low do not belong together: what the one makes of 1 is no
+    longer 0 where the other makes infinity of it.
+    """
+    lowered = site.rule is Rule.LOW and site.dtype is None and site.why.startswith(LOWERED)
+    if not lowered or near_poles.isdisjoint(site.data):
+        return site
+    return site._replace(rule=Rule.PROMOTE, why="reads what saturates in low precision: as wide as that arrives")
+
+
+def _saturates(node: Node, low: torch.dtype) -> bool:
+    """Return whether a value comes so close to an integer that it may be that number in low precision.
+
+    An earlier piece of the method may hand over anything, and a clamp whose bound is 1 in low was to keep away from 1.
+    """
+    row = facts_at(node)
+    numbers = (*node.args, *node.kwargs.values()) if row.numbers is not None else ()
+    if row.saturates or any(rounded_to_integer(row, each, low) is not None for each in numbers):
+        return True
+    return notes(node).handed_over and not notes(node).kind and carries_float(notes(node).dtype)
+
+
+def _leads_on(node: Node, row: OpRule, after: set[Node], low: set[Node]) -> bool:
+    """Return whether an op makes another saturated value of one, with nothing low and no weight beside it."""
+    sources = [*_floats(node)]
+    if row.ports is not None and any(port not in row.ports for port, each in arg_nodes(node) if each in sources):
+        return False
+    return _hands_on(node, row) and not after.isdisjoint(sources) and low.isdisjoint(sources)
+
+
+def _written(node: Node, constants: set[Node]) -> Iterator[Node]:
+    """Yield the constant that an op writes into, and the views through which it does: ``p = zeros_like(h); p[0] = q``.
+
+    What is written into another value is left: the memory holds that value, too.
+    """
+    while (base := base_of(node)) in constants and base is not node:
+        yield base
+        node = base
+
+
+def _hands_on(node: Node, row: OpRule) -> bool:
+    """Return whether what goes in comes out, in steps that lose no more than rounding."""
+    if notes(node).op.name == "to":
+        return notes(node).dtype in (UNKNOWN, torch.float32, torch.float64)  # which it has in the original program
+    return row.rule in (Rule.FOLLOW, Rule.PROMOTE) or row.accumulates or (row.squares == "power" and not _is_pole(node))
+
+
+def _reason(
+    node: Node, user: Node, reasons: dict[Node, str], after: set[Node], constants: set[Node], returns: bool
+) -> str | None:
+    """Return why a saturated value, or a constant, is FP32 because of one who reads it; None where it does not mind."""
+    row = facts_at(user)
+    if node not in {*_floats(user)}:
+        return None
+    if node in constants:  # zeros and ones are the same in any dtype
+        return reasons.get(user) if facts_at(node).numbers is not None else None
+    written = notes(user).op.in_place and user.args[0] is not node and row.rule is not Rule.KEEP
+    if (user.op == "output" and returns) or written or is_higher_order(user.target):
+        return _HANDED_OUT
+    if any(source is node and port in row.poles for port, source in arg_nodes(user)) and _is_pole(user):
+        return f"saturates in low precision before the pole of %{user.name}"
+    reason = reasons.get(user) if user in after else None
+    if reason != _HANDED_OUT:
+        return reason
+    # what is handed out must hold nothing else
+    alone = row.view or row.exact or len({*_floats(user)} - constants) == 1
+    return reason if alone else None
+
+
+def _is_pole(node: Node) -> bool:
+    """Return whether an op has its poles; a power only with an exponent below 1."""
+    if facts_at(node).squares != "power":
+        return True
+    exponent = argument(node, 1, "exponent", 2)
+    return not isinstance(exponent, int | float) or exponent < 1
+
+
+def _floats(node: Node) -> Iterator[Node]:
+    """Yield the floats whose values an op reads: no example of a shape or a dtype."""
+    row = facts_at(node)
+    for port, source in arg_nodes(node):
+        dtype = notes(source).dtype
+        example = port != 0 if notes(node).op.name == "to" else row.example and port in (0, "input", "self")
+        if (carries_float(dtype) or dtype is torch.float64) and not example:
+            yield source
 
 
 def written_classes(graph: Graph) -> dict[Node, Node]:

@@ -20,8 +20,9 @@ says nothing of the range of others.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
@@ -29,10 +30,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.graph.annotations import notes
-from fxprec.passes.placement.free_walk import FreeWalk
-from fxprec.passes.placement.op_costs import OpCosts
+from fxprec.passes.graph.annotations import Rule, notes
+from fxprec.passes.placement.mincut import Constraints, Freedom, Verdict
 from fxprec.passes.placement.solver import CutProblem, Tensor, cost_of, solve
+from fxprec.passes.placement.walk import Walk
 
 #: Units of the cut in a picosecond: costs are whole numbers, so that sums are exact.
 _UNITS: Final = 1024
@@ -81,22 +82,19 @@ class TradeOff:
         squares: Mapping[Node, float],
         reads: Mapping[tuple[Node, Node], float],
     ) -> None:
-        assert context.costs is not None
-        costs = OpCosts.of(context.costs, context)
-        walk = FreeWalk(context, costs)
-        for gm in graphs:
-            costs.start()
-            walk.run(gm)
-        self._walk = walk
+        walk = Walk(graphs, context)
+        self._costs = walk.op_costs()
+        self._constraints = Constraints(walk, Verdict(costs=self._costs), Freedom.ALL)
+        self._variables = self._constraints.variables
         self.squares = squares
         self.choices: dict[Node, int] = {
-            node: variable for node, variable in walk.free.items() if not walk.variables.is_pinned(variable)
+            node: each for node, each in self._constraints.free.items() if not self._variables.is_pinned(each)
         }
-        self.unpriced = walk.unpriced
-        walk.tie(self.choices)
-        self._time = walk.variables.problem()
-        self._base = walk.base()
-        self._error = walk.errors(self._time, squares, reads)
+        self.unpriced = self._constraints.unpriced
+        self._tie()
+        self._time = self._variables.problem()
+        self._base = self._seconds_if_low()
+        self._error = self._errors(squares, reads)
         self._around: list[tuple[CutProblem, Mapping[int, Sequence[int]]]] = []  # variable -> tensors, by number
         for problem in (self._time, self._error):
             around: dict[int, list[int]] = defaultdict(list)
@@ -168,23 +166,90 @@ class TradeOff:
 
     def price(self, node: Node) -> tuple[float, float] | None:
         """Seconds of an op without its casts, in FP32 and low; None: it moves nothing."""
-        if node in self._walk.priced:
-            _, price, _ = self._walk.priced[node]
+        if node in self._constraints.priced:
+            _, price, _ = self._constraints.priced[node]
             return price.full * 1e-12, price.low * 1e-12
-        full, low = self._walk.streams(node)
+        full, low = self._streams(node)
         return (full * 1e-12, low * 1e-12) if full or low else None
 
     def roots(self, node: Node) -> tuple[Node, ...]:
-        """The values whose rounding a rounding of this node's value is."""
-        return self._walk.digits_of(node)
+        """Return the nodes that made the digits of a value; itself unless the op only moves values."""
+        found: dict[Node, None] = {}
+        waiting, seen = [node], {node}
+        while waiting:
+            each = waiting.pop()
+            parts = [part for part in self._constraints.parts.get(each, ()) if self._constraints.has(part)]
+            if not parts:
+                found[self._variables.same(each)] = None
+            waiting += [part for part in parts if part not in seen]
+            seen.update(parts)
+        return tuple(found)
 
     def heirs(self) -> dict[Node, list[Node]]:
         """Value -> those of which it is a part without a rounding, also across the borders of called bodies."""
         found: dict[Node, list[Node]] = defaultdict(list)
-        for node, parts in self._walk.parts.items():
+        for node, parts in self._constraints.parts.items():
             for part in parts:
                 found[part].append(node)
         return found
+
+    def _tie(self) -> None:
+        """Tie all ops of a name to one decision."""
+        names: dict[str, list[int]] = defaultdict(list)
+        for node, variable in self.choices.items():
+            names[node.name].append(variable)
+        for first, *others in names.values():
+            for other in others:
+                self._variables.widen_with((first,), other)
+                self._variables.widen_with((other,), first)
+
+    def _errors(self, squares: Mapping[Node, float], reads: Mapping[tuple[Node, Node], float]) -> CutProblem:
+        """Return the cut problem of squared errors: what is lost, in the place of what is taken.
+
+        A tensor whose readers would all widen it for nothing costs where it is FP32 and one of them low, and no more.
+        """
+        value = self._variables.value
+        unary: dict[int, float] = defaultdict(float)
+        for node, square in squares.items():
+            if node in value:
+                unary[value[node]] -= square
+        tensors = []
+        for (node, reader), square in reads.items():
+            read = self._read_in(node, reader)
+            made = value.get(self._unwidened(node))
+            if read is not None and made is not None and made != read and square > 0:
+                tensors.append(Tensor(made, (read,), square, frozenset((read,))))
+        return replace(self._time, tensors=tuple(tensors), unary=unary)
+
+    def _read_in(self, node: Node, reader: Node) -> int | None:
+        """The variable in whose dtype a value is read; None where the reader takes what arrives."""
+        decided = self._constraints.decided.get(reader)
+        known = () if decided is None else (decided.read, decided.out)
+        return next((each for each in known if each is not None and self._variables.is_read(node, each)), None)
+
+    def _unwidened(self, node: Node) -> Node:
+        """Return what a cast of the user's to FP32 was made of: it has no more digits than that."""
+        constraints, variables = self._constraints, self._variables
+        while notes(node).op.name == "to" and len(parts := constraints.parts.get(node, ())) == 1:
+            if not constraints.has(parts[0]) or variables.dtype_of(variables.value[node]) is not torch.float32:
+                break
+            node = parts[0]
+        return node
+
+    def _streams(self, node: Node) -> tuple[float, float]:
+        """Picoseconds of an op that is no LOW one, in FP32 and low."""
+        return self._costs.stream(node, torch.float32), self._costs.stream(node, self._costs.low)
+
+    def _seconds_if_low(self) -> float:
+        """Picoseconds of all ops where the free ones are low."""
+        total = 0.0
+        for node, decided in self._constraints.decided.items():
+            if node in self._constraints.priced:
+                total += self._constraints.priced[node][1].low
+            elif node.op.startswith("call") and decided.rule is not Rule.KEEP:
+                pinned = None if decided.out is None else self._variables.dtype_of(decided.out)
+                total += self._streams(node)[0 if pinned not in (None, self._costs.low) else 1]
+        return total
 
 
 def computes_full(node: Node) -> bool:
@@ -192,3 +257,123 @@ def computes_full(node: Node) -> bool:
     precision = notes(node).precision
     reads = precision.reads if isinstance(precision.reads, torch.dtype) else precision.compute
     return reads is torch.float32
+
+
+# -- the best within a budget: the hull of (time, error), and what is left beside it -----------------------------------
+
+#: Relative to a sum: below it a difference is the order in which it was added up.
+_LAST_DIGITS: Final = 1e-12
+
+
+def cheapest_within(trade: TradeOff, square: float) -> Outcome | None:
+    """The fastest assignment that was found of at most this squared error; None: even the most exact has more."""
+    budget = _Budget(trade, square, lambda each: each.square, lambda each: each.seconds)
+    return budget.best(trade.cut(EXACT), trade.cut(0.0))
+
+
+def most_exact_within(trade: TradeOff, seconds: float) -> Outcome | None:
+    """The assignment of the least error that was found to take at most this long; None: even the fastest takes more."""
+    budget = _Budget(trade, seconds, lambda each: each.seconds, lambda each: each.square)
+    return budget.best(trade.cut(0.0), trade.cut(EXACT))
+
+
+@dataclass(frozen=True, slots=True)
+class _Budget:
+    """At most ``limit`` of what is bounded, and as little as can be of what is wanted small."""
+
+    trade: TradeOff
+    limit: float
+    bounded: Callable[[Outcome], float]
+    wanted: Callable[[Outcome], float]
+
+    def best(self, good: Outcome, bad: Outcome) -> Outcome | None:
+        """Follow the lower convex hull of (time, error) to where it crosses the limit, then use what is left.
+
+        The chord between two points of the hull gives the weight of the next: the cut lies below the chord, or on it
+        where there is no further point between (Eisner and Severance, JACM 1976). Between the last two single ops are
+        changed, from either end.
+
+        Args:
+            good: the end of the hull with the least of what is bounded; ``bad``: the other end.
+        """
+        if not self._is_within(good):
+            return None
+        if self._is_within(bad):
+            return bad
+        while bad.square != good.square:
+            weight = (bad.seconds - good.seconds) / (good.square - bad.square) * 1e12
+            found = self.trade.cut(weight)
+            if not 0 < weight < EXACT or found.full in (good.full, bad.full) or not _below(found, good, bad):
+                break
+            good, bad = (found, bad) if self._is_within(found) else (good, found)
+        moves = self._moves(good, bad)
+        back = self._improved(bad, moves)
+        found = [good, self._improved(good, moves), self._improved(back, moves)]
+        return min(filter(self._is_within, found), key=self.wanted)
+
+    def _is_within(self, outcome: Outcome) -> bool:
+        """Return whether the limit is kept, but for the last digits of a sum: those depend on its order."""
+        return self.bounded(outcome) <= self.limit * (1 + _LAST_DIGITS)
+
+    def _moves(self, good: Outcome, bad: Outcome) -> list[Move]:
+        """Return the assignments that are worth a try: ops made FP32 or low.
+
+        One alone; one that makes a value and one that reads it, as what the former no longer rounds the latter does;
+        and all that are connected in this way and differ between two points of the hull, as in either. With each goes
+        what closures force.
+        """
+        pairs = self.trade.pairs
+        groups = [*((variable,) for variable in dict.fromkeys(self.trade.choices.values())), *pairs]
+        moves: list[Move] = [tuple((each, full) for each in group) for group in groups for full in (True, False)]
+        differ = {variable for variable, own in enumerate(good.full) if own != bad.full[variable]}
+        for part in _connected(pair for pair in pairs if differ.issuperset(pair)):
+            moves += [tuple((each, end.full[each]) for each in part) for end in (good, bad)]
+        whole = (self.trade.closed(move) for move in moves)
+        return [*dict.fromkeys(move for move in whole if move is not None)]
+
+    def _improved(self, now: Outcome, moves: Sequence[Move]) -> Outcome:
+        """Move as long as it is worth it, best moves first: to the limit, and then to what is wanted within it."""
+        changed = True
+        while changed:
+            changed = False
+            worth = {move: self._worth(now, move)[0] for move in moves}
+            for move in sorted((move for move in moves if worth[move] > 0), key=lambda move: -worth[move]):
+                value, found = self._worth(now, move)
+                if value > 0:
+                    now, changed = found, True
+            now = self.trade.outcome(now.full)  # without what the differences have gathered in last digits
+        return now
+
+    def _worth(self, now: Outcome, move: Move) -> tuple[float, Outcome]:
+        """Return what a move gains for its price, and where it leads; 0 where it gains nothing or passes the limit.
+
+        Beyond the limit what is gained is the way back to it.
+        """
+        found = self.trade.moved(now, move)
+        if found is None:
+            return 0.0, now
+        more, less = self.bounded(found) - self.bounded(now), self.wanted(now) - self.wanted(found)
+        within = self._is_within(now)
+        if not within:
+            gain, price = min(-more, self.bounded(now) - self.limit), -less
+        else:
+            gain, price = less if self._is_within(found) else 0.0, more
+        if gain <= _LAST_DIGITS * (self.wanted if within else self.bounded)(now):
+            return 0.0, now  # no noise of sums is followed, or it would be for ever
+        return (gain / price if price > 0 else math.inf), found
+
+
+def _connected(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
+    """The connected parts of a graph of these edges."""
+    part: dict[int, dict[int, None]] = {}
+    for pair in pairs:
+        whole = {each: None for end in pair for each in part.get(end, (end,))}
+        part |= dict.fromkeys(whole, whole)
+    yield from dict.fromkeys(map(tuple, part.values()))
+
+
+def _below(found: Outcome, one: Outcome, other: Outcome) -> bool:
+    """Return whether a point is below the line through two others."""
+    run, rise = other.square - one.square, other.seconds - one.seconds
+    line = one.seconds + rise * (found.square - one.square) / run
+    return found.seconds < line - 1e-9 * abs(line)

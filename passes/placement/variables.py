@@ -12,12 +12,12 @@ from typing import Final
 import torch
 from torch.fx import Node
 
+from fxprec.passes.costs.op_costs import ByteCosts, OpCosts
 from fxprec.passes.dtypes.promotion import is_zero_dim
 from fxprec.passes.fusion.row_operations import is_row_operation
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.subgraphs import attribute_of
 from fxprec.passes.graph.text import dtype_name
-from fxprec.passes.placement.op_costs import ByteCosts, OpCosts
 from fxprec.passes.placement.sites import Site, assumed_original
 from fxprec.passes.placement.solver import CutProblem, Tensor
 

@@ -1,7 +1,8 @@
-"""The walk that both placements share: forwards through a graph and the bodies that its higher-order ops call.
+"""Walk through a graph once and note, as data, what each node does to dtypes; placements read these steps.
 
-What a *part* of a value, a user's cast or a called body means is the same for both; they differ in what they say of the
-ops that compute, and of memory that is written.
+A ``Step`` says that a value comes from outside, is part of another, is written in place, and so on. That is a fact of
+the program, so all readers share it: the minimum cut (``mincut``), torch's promotion (``autocast``) and the trade of
+time against error (``tradeoff``). They differ in what they say of ops that compute, and of memory that is written.
 
 Bodies of checkpointed regions are decided together with their caller: placeholders are the caller's values, results are
 the body's, and no cast stands at the border. Branches and loops, and bodies that are called more than once, are decided
@@ -12,24 +13,24 @@ as they are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum, auto
+from typing import Final, NamedTuple
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.canonical.autocast_regions import is_kept_region
 from fxprec.passes.context import Context
+from fxprec.passes.costs.op_costs import OpCosts
 from fxprec.passes.graph.annotations import CASTABLE, Rule, leaves, notes
 from fxprec.passes.graph.subgraphs import bodies_in, body_of
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.names import cast_target
 from fxprec.passes.ops.table import facts_of
-from fxprec.passes.placement.pins import picks_by_tensor
+from fxprec.passes.placement.pins import picks_by_tensor, written_classes
 from fxprec.passes.placement.sites import (
     Learned,
     Site,
-    assumed_original,
     carries_float,
     dtype_reference,
     is_metadata,
@@ -51,167 +52,183 @@ _BOUNDED: Final = frozenset(
 )
 
 
-class GraphWalk:
-    """Subclasses keep values (``has`` to ``want_original``), record (``decide``), judge (``compute``, ``write``)."""
+class Kind(Enum):
+    """Kind of a step: where the dtype of a node's value comes from."""
 
-    def __init__(self, context: Context) -> None:
+    #: An input of the whole graph: a source, which may count as low before anybody casts it.
+    INPUT = auto()
+    #: From outside, or from where nobody looks: it has its original dtype. Or there is no value, as of an output.
+    SOURCE = auto()
+    #: From ``of``, of which it is a part, with no room for a cast between them. Or it is no float, whatever it is made
+    #: of.
+    SHARE = auto()
+    #: From a cast of the user's: obeyed; what goes in may have any dtype.
+    CAST = auto()
+    #: From an index by tensors: a part, or an op that computes where its backward adds up (``Walk.adds_up_low``).
+    LOOKUP = auto()
+    #: From an op that computes.
+    COMPUTE = auto()
+    #: From the memory that an in-place op writes.
+    WRITE = auto()
+
+
+class Step(NamedTuple):
+    """Constraint that a node puts on dtypes.
+
+    Attributes:
+        node: the node.
+        kind: where the dtype of its value comes from.
+        why: the reason for the report.
+        rule: the rule of the annotation, of a node that computes nothing.
+        of: the value that this one is (part of), casts or looks at; None: that has no dtype of ours, or there is none.
+        site: the call, of ops that compute, write, look up, or cast to a dtype.
+        floats: whether the node's value is a float that the placement gives a dtype.
+        reads_original: whether its arguments are wanted in their original dtypes.
+    """
+
+    node: Node
+    kind: Kind
+    why: str
+    rule: Rule = Rule.KEEP
+    of: Node | None = None
+    site: Site | None = None
+    floats: bool = False
+    reads_original: bool = False
+
+
+class Entered(NamedTuple):
+    """A graph on the walk.
+
+    Attributes:
+        graph: the graph.
+        hands_out: its outputs are FP32 in the end, or read by another graph.
+        is_body: a higher-order op of another graph calls it.
+    """
+
+    graph: Graph
+    hands_out: bool
+    is_body: bool
+
+
+class Walk:
+    """The steps through graphs and the bodies that they call, in the order in which they run.
+
+    Attributes:
+        context: settings of the conversion.
+        steps: one for each node, and some more for the bodies of higher-order ops.
+        graphs: the graphs in the order in which they were entered, callers first.
+        classes: memory that is written in place: member -> root (``pins.written_classes``).
+        operands: placeholder of a called body -> what it is given.
+        floats: values that get a dtype.
+    """
+
+    def __init__(self, graphs: Iterable[GraphModule], context: Context) -> None:
         self.context = context
+        self.steps: list[Step] = []
+        self.graphs: list[Entered] = []
+        self.classes: dict[Node, Node] = {}
+        self.operands: dict[Node, Node] = {}
+        self.floats: set[Node] = set()
+        self._learned: dict[Node, Learned] = {}
         self._calls: Counter[int] = Counter()
         self._visited: set[int] = set()
-        self.classes: dict[Node, Node] = {}  # of memory that is written: member -> root
-        self.operands: dict[Node, Node] = {}  # placeholder of a called body -> what it is given
-        self._learned: dict[Node, Learned] = {}
-        self._unlearned: list[Graph] = []  # of what was entered; most programs have no op that asks
         self._results: dict[Node, tuple[object, ...]] = {}  # call of a body -> what the body returns
-
-    def run(self, gm: GraphModule) -> None:
-        self._graph(gm, None, Rule.KEEP if self.context.keep_output_dtype else Rule.FOLLOW)
+        for gm in graphs:
+            self._graph(gm, None, Rule.KEEP if context.keep_output_dtype else Rule.FOLLOW)
 
     def learned(self, node: Node) -> Learned:
-        """Return what autocast would have made of a value of a graph that was entered."""
-        while self._unlearned:
-            learned_values(self._unlearned.pop(0), self.operands, self._learned)
+        """Return what autocast would have made of a value; found out at the first question, which few programs ask."""
+        if not self._learned:
+            for graph, _, _ in self.graphs:
+                learned_values(graph, self.operands, self._learned)
         return self._learned.get(node, Learned.NOTHING)
 
-    def enter(self, graph: Graph, returns: bool) -> None:
-        """Look at a graph before its nodes. ``returns``: its outputs are FP32 in the end, or read by another graph."""
+    def adds_up_low(self, site: Site) -> bool:
+        """Return whether a call's backward adds up in low where torch.autocast's adds up in FP32."""
+        return site.adds_up_low(self.context, self.learned)
 
-    def has(self, node: Node) -> bool:
-        """Return whether the node's value is a float that was given a dtype."""
-        raise NotImplementedError
+    def op_costs(self) -> OpCosts:
+        """Return the prices of the graphs' ops, by the costs of the device that the context has."""
+        assert self.context.costs is not None
+        costs = OpCosts.of(self.context.costs, self.context)
+        for graph, _, is_body in self.graphs:
+            costs.enter(graph, is_body)
+        return costs
 
-    def is_wide(self, node: Node) -> bool:
-        """Return whether a value that has a dtype is FP32 for certain, as it arrives."""
-        raise NotImplementedError
+    def read(self, readers: Mapping[Kind, Callable[[Step], None]]) -> None:
+        """Hand each step to the reader of its kind."""
+        for step in self.steps:
+            readers[step.kind](step)
 
-    def assign_dtype(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
-        """The node's value has this dtype; ``source``: nothing of the graph flowed into it."""
-        raise NotImplementedError
+    def _add(self, step: Step) -> None:
+        if step.floats:
+            self.floats.add(step.node)
+        self.steps.append(step)
 
-    def assign_dtype_of(self, node: Node, reference: Node) -> None:
-        """The node's value is made in the dtype that another has when it arrives."""
-        raise NotImplementedError
+    def _known(self, node: object) -> Node | None:
+        """Return a value that has a dtype of ours, or None."""
+        return node if isinstance(node, Node) and node in self.floats else None
 
-    def share_dtype(self, node: Node, whole: Node) -> None:
-        """The node's value is (part of) another, with no room for a cast between them."""
-        raise NotImplementedError
+    def _source(self, node: Node, why: str, kind: Kind = Kind.SOURCE, reads_original: bool = False) -> None:
+        floats = carries_float(notes(node).dtype)
+        self._add(Step(node, kind, why, floats=floats, reads_original=reads_original))
 
-    def bind_operand(self, placeholder: Node, operand: Node) -> None:
-        """The placeholder of a called body is the caller's value."""
-        self.share_dtype(placeholder, operand)
-
-    def read_by_user_cast(self, node: Node, source: Node) -> None:
-        """The node, a cast of the user's, reads another value in its own dtype."""
-
-    def want_original(self, sources: Iterable[Node]) -> None:
-        """Somebody reads these in their original dtypes."""
-
-    def decide(self, node: Node, rule: Rule, why: str) -> None:
-        """A node that computes nothing, or reads what arrives."""
-        raise NotImplementedError
-
-    def input(self, node: Node) -> None:
-        """A placeholder of the whole graph."""
-        self.source(node, "an input")
-
-    def compute(self, site: Site, floats: bool) -> None:
-        raise NotImplementedError
-
-    def write(self, site: Site, floats: bool) -> None:
-        """An in-place op."""
-        raise NotImplementedError
-
-    def source(self, node: Node, why: str) -> None:
-        """A value that comes from outside, or from where we don't look."""
-        annotations = notes(node)
-        if carries_float(annotations.dtype):
-            self.assign_dtype(node, assumed_original(annotations.dtype), source=not annotations.handed_over)
-        self.decide(node, Rule.KEEP, why)
-
-    def output(self, node: Node, returns: Rule) -> None:
-        if returns is Rule.KEEP:
-            self.want_original(source for source in node.all_input_nodes if self.has(source))
-        self.decide(node, returns, "what the module returns")
-
-    def assign_named_dtype(self, site: Site, dtype: torch.dtype, source: bool = False) -> None:
-        """A value in the dtype of a tensor that the call names (``dtype=x.dtype``), or else in this one.
-
-        Bits are taken for numbers of the dtype that the tensor has in the original program.
-        """
-        reference = None if site.facts.bits else dtype_reference(site.node)
-        if reference is not None and self.has(reference):
-            self.assign_dtype_of(site.node, reference)
-        else:
-            self.assign_dtype(site.node, self.context.low if notes(site.node).names_tensors_dtype else dtype, source)
+    def _share(self, node: Node, why: str, of: Node | None, rule: Rule = Rule.FOLLOW) -> None:
+        self._add(Step(node, Kind.SHARE, why, rule, of, floats=of is not None))
 
     def _graph(self, gm: GraphModule, bound: Mapping[Node, Node] | None, returns: Rule) -> None:
         """``bound``: in a called body, placeholder -> the caller's operand, where that is ours to decide."""
         self.operands |= bound or {}
-        self._unlearned.append(gm.graph)
-        self.enter(gm.graph, returns is Rule.KEEP or bound is not None)
-        self._calls += _body_calls(gm)
+        self.graphs.append(Entered(gm.graph, returns is Rule.KEEP or bound is not None, bound is not None))
+        self.classes |= written_classes(gm.graph)
+        self._calls += Counter({id(body): len(node.users) for node, body in bodies_in(gm).items()})
         for node in gm.graph.nodes:
             if node.op == "placeholder":
-                self._placeholder(node, bound)
+                if bound is None:
+                    self._source(node, "an input", Kind.INPUT)
+                elif node in bound:
+                    self._share(node, "as its caller gives it", self._known(bound[node]), Rule.KEEP)
+                else:
+                    self._source(node, "as its caller gives it")
             elif node.op == "get_attr":
-                self.source(node, "a parameter or buffer")
+                self._source(node, "a parameter or buffer")
             elif node.op == "output":
-                self.output(node, returns)
+                step = Step(node, Kind.SOURCE, "what the module returns", returns)
+                self._add(step._replace(reads_original=returns is Rule.KEEP))
             elif not self._higher_order(node):
                 self._call(site_of(node, self.context))
 
-    def _placeholder(self, node: Node, bound: Mapping[Node, Node] | None) -> None:
-        if bound is None:
-            self.input(node)
-        elif node not in bound:
-            self.source(node, "as its caller gives it")
-        else:
-            if self.has(bound[node]):
-                self.bind_operand(node, bound[node])
-            self.decide(node, Rule.KEEP, "as its caller gives it")
-
     def _call(self, site: Site) -> None:
-        floats = carries_float(notes(site.node).dtype)
-        free = site.name == "getitem" and floats and self.has(site.base) and not self.is_wide(site.base)
-        if free and picks_by_tensor(site.node.args[1], unknown=site.node not in self.classes):
+        node, base, why = site.node, self._known(site.base), site.why
+        floats = carries_float(notes(node).dtype)
+        is_index = site.name == "getitem" and floats and base is not None
+        if is_index and picks_by_tensor(node.args[1], unknown=node not in self.classes):
             lookup = site._replace(facts=facts_of("index"))
-            if lookup.adds_up_low(self.context, self.learned):
-                return self.compute(lookup, floats)
-        if site.name in ("getitem", "getattr"):
-            self._part(site, floats)
+            self._add(Step(node, Kind.LOOKUP, why, Rule.FOLLOW, base, lookup, floats))
+        elif site.name in ("getitem", "getattr"):
+            whole: object = site.base
+            returned = self._results.get(site.base)
+            if returned is not None and isinstance(node.args[1], int):
+                part = returned[node.args[1]]
+                whole = part if isinstance(part, Node) else whole
+            if floats and self._known(whole) is None:
+                self._source(node, why)
+            else:
+                self._share(node, why, self._known(whole) if floats else None)
         elif site.name == "to":
-            self._user_cast(site, floats)
+            named = cast_target(node) in CASTABLE or self._known(dtype_reference(node)) is not None
+            if floats and not named and base is None:
+                self._source(node, why)
+            else:  # one that names no dtype goes to a device
+                self._add(
+                    Step(node, Kind.CAST, why, Rule.KEEP, base if floats else None, site if named else None, floats)
+                )
         elif is_metadata(site):
-            self.decide(site.node, Rule.FOLLOW, site.why)
+            self._share(node, why, None)
         elif site.in_place:
-            self.write(site, floats)
+            self._add(Step(node, Kind.WRITE, why, site.rule, base, site, floats and base is not None))
         else:
-            self.compute(site, floats)
-
-    def _part(self, site: Site, floats: bool) -> None:
-        node, whole = site.node, site.base
-        returned = self._results.get(whole)
-        if returned is not None and isinstance(node.args[1], int):
-            part = returned[node.args[1]]
-            whole = part if isinstance(part, Node) else whole
-        if floats and not self.has(whole):
-            return self.source(node, site.why)
-        if floats:
-            self.share_dtype(node, whole)
-        self.decide(node, Rule.FOLLOW, site.why)
-
-    def _user_cast(self, site: Site, floats: bool) -> None:
-        """Obeyed; what goes in may have any dtype."""
-        node, target, reference = site.node, cast_target(site.node), dtype_reference(site.node)
-        if floats and (target in CASTABLE or (reference is not None and self.has(reference))):
-            self.assign_named_dtype(site, target or assumed_original(notes(node).dtype))
-        elif floats and self.has(site.base):  # to a device
-            self.share_dtype(node, site.base)
-        elif floats:
-            return self.source(node, site.why)
-        if floats and self.has(site.base):
-            self.read_by_user_cast(node, site.base)
-        self.decide(node, Rule.KEEP, site.why)
+            self._add(Step(node, Kind.COMPUTE, why, site.rule, base, site, floats))
 
     def _higher_order(self, node: Node) -> bool:
         """Walk the bodies; False where the op is decided like any other."""
@@ -219,8 +236,7 @@ class GraphWalk:
         if is_kept_region(node, self.context):
             why = f"the user's own autocast: {dtype_name(node.args[1])}" if node.args[2] else "autocast(enabled=False)"
             self._leave_alone(found[0], f"inside {why}")
-            self.want_original(source for source in node.all_input_nodes if self.has(source))
-            self.decide(node, Rule.KEEP, why)  # its results have dtypes of their own, one by one
+            self._add(Step(node, Kind.SOURCE, why, reads_original=True))  # its results have dtypes of their own
             return True
         if not found or not _runs_bodies(node):
             for body in found:
@@ -230,22 +246,19 @@ class GraphWalk:
         if bound is not None:
             self._graph(found[0], bound, Rule.FOLLOW)
             returned = found[0].graph.output_node().args[0]
-            if isinstance(returned, Node) and self.has(returned):
-                self.share_dtype(node, returned)
             self._results[node] = tuple(returned) if isinstance(returned, tuple | list) else ()
-            self.decide(node, Rule.FOLLOW, "its body is decided as part of this graph")
+            self._share(node, "its body is decided as part of this graph", self._known(returned))
             return True
         for body in found:
             if id(body) not in self._visited:
                 self._visited.add(id(body))
                 self._graph(body, {}, Rule.KEEP)
-        self.want_original(source for source in node.all_input_nodes if self.has(source))
-        self.source(node, "its bodies take and give original dtypes")
+        self._source(node, "its bodies take and give original dtypes", reads_original=True)
         return True
 
     def _leave_alone(self, gm: GraphModule, why: str = "in the body of an op that keeps its dtypes") -> None:
         for node in gm.graph.nodes:
-            self.source(node, why)
+            self._source(node, why)
             for body in _bodies(node):
                 self._leave_alone(body, why)
 
@@ -255,11 +268,6 @@ def _bodies(node: Node) -> list[GraphModule]:
     if not is_higher_order(node.target):
         return []
     return [body for source in node.all_input_nodes if (body := body_of(source)) is not None]
-
-
-def _body_calls(gm: GraphModule) -> Counter[int]:
-    """Count how often each body (by id) is called from this graph."""
-    return Counter({id(body): len(node.users) for node, body in bodies_in(gm).items()})
 
 
 def _runs_bodies(node: Node) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 
 import fxprec
 from fxprec.passes.graph.annotations import Rule
-from fxprec.passes.placement.contractions import is_elementwise
+from fxprec.passes.placement.products import is_elementwise
 from fxprec.passes.policy.policy import Policy
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -17,6 +17,7 @@ import fxprec
 from fxprec.costs.files import path_of, write
 from fxprec.passes.costs.device_costs import Curve, DeviceCosts
 from fxprec.passes.placement.mincut import ops_kept_in_fp32, place_by_cut
+from fxprec.passes.placement.walk import Walk
 from fxprec.testing import assert_precision, format_graph
 from made_costs import device
 
@@ -101,13 +102,14 @@ def test_two_products_pay_together_and_not_alone(lowered):
 
 
 def test_casts_cost_the_same_when_they_are_placed(tools):
-    """The cut that follows the verdict took the graph for a body, whose inputs all have gradients."""
+    """A second look at the graph once took it for a body, whose inputs all have gradients."""
     context = tools.context(costs=device(4.0, 2.0, cast=1.5), gradients=True)
     gm = tools.rewritten(tools.traced(Weights(4, 4), torch.randn(3, 4)), context, until="propagate")
-    verdict = ops_kept_in_fp32(gm, context)
+    walk = Walk([gm], context)
+    verdict = ops_kept_in_fp32(walk)
     (x,) = gm.graph.find_nodes(op="placeholder")
     before = verdict.costs.cast(x)
-    place_by_cut(gm, context, verdict)
+    place_by_cut(walk, verdict)
     assert verdict.costs.cast(x) == before == 1.5e6
 
 

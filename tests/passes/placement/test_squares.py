@@ -11,7 +11,7 @@ from torch import nn
 
 import fxprec
 from fxprec.passes.graph.annotations import Rule
-from fxprec.passes.placement.squares import is_square
+from fxprec.passes.placement.products import is_square
 from fxprec.passes.policy.policy import Policy
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

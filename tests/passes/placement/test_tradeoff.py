@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxprec
-from fxprec.passes.placement.budget import cheapest_within, most_exact_within
 from fxprec.passes.placement.solver import cost_of, solve
-from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff
+from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff, cheapest_within, most_exact_within
 from made_costs import device
 
 BF16 = torch.bfloat16
@@ -216,7 +215,7 @@ def test_what_is_free(made):
 def test_the_stream_and_a_softmax_are_low_where_that_is_faster(made):
     trade, _ = made(Residual(), torch.randn(4, 4), squares=lambda gm: {})
     costs = device(50, 1, cast=20, pointwise=(9, 1))
-    context = replace(trade._walk.context, costs=costs)
+    context = replace(trade._constraints.context, costs=costs)
     trade = TradeOff([next(iter(trade.choices)).graph.owning_module], context, {}, {})
     assert not any(named(trade, trade.cut(0.0)).values())
 
@@ -333,7 +332,7 @@ def test_what_is_left_of_a_budget_is_used(made):
         return {node: 1e-6 for node in gm.graph.nodes if node.name.startswith("linear")}
 
     trade, _ = made(branches, *torch.randn(5, 4, 4), squares=squares, seed=3)
-    context = replace(trade._walk.context, costs=device(30, 10))
+    context = replace(trade._constraints.context, costs=device(30, 10))
     graph = next(iter(trade.choices)).graph
     trade = TradeOff([graph.owning_module], context, squares(graph.owning_module), {})
     found = cheapest_within(trade, 2.5e-6)

@@ -9,8 +9,8 @@ step) and a cast of its gradient. What all dtypes cost alike (dispatch, autograd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
@@ -28,9 +28,9 @@ from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.equations import equation_of
 from fxprec.passes.ops.rule import Cost
 from fxprec.passes.ops.table import facts_at
-from fxprec.passes.placement.sites import Site
 
-_CAST_BYTES: Final = 6  # read four and write two, or the reverse
+#: Of an element: a cast reads four and writes two, or the reverse.
+CAST_BYTES: Final = 6
 _CAST_CALL: Final = 16384  # bytes that move in the time one more call takes: of equal bytes, fewer casts are cheaper
 _FP32_TRAFFIC: Final = 1 / 64  # of a cast's bytes: it breaks ties
 _FUSED_TRAFFIC: Final = 2 / 3  # where kernels cast for nothing, what FP32 costs is the bytes it is wider: two each way
@@ -63,7 +63,7 @@ class ByteCosts:
         if node.op == "get_attr" and notes(node).kind == "parameter":
             return 0.0
         count = elements(node)
-        return _CAST_BYTES * (self._typical if count is None else count)
+        return CAST_BYTES * (self._typical if count is None else count)
 
 
 def elements(node: Node) -> int | None:
@@ -97,21 +97,6 @@ class Price:
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Verdict on LOW ops: which are left in FP32, told before casts are placed.
-
-    Attributes:
-        stays: op -> why it stays FP32.
-        unpriced: op that is lowered unasked -> why nobody knows what it costs.
-        costs: what casts are placed by; None: by their bytes, since all LOW ops are lowered.
-    """
-
-    stays: Mapping[Node, str] = field(default_factory=dict)
-    unpriced: Mapping[Node, str] = field(default_factory=dict)
-    costs: OpCosts | None = None
-
-
 class OpCosts:
     """Prices of the ops of one graph, and of the bodies that it calls.
 
@@ -132,7 +117,6 @@ class OpCosts:
         self._fused = fused
         self._attention_way: AttentionWay | None = way
         self._differentiable: set[Node] = set()
-        self._inside = False
 
     @classmethod
     def of(cls, costs: DeviceCosts, context: Context) -> OpCosts:
@@ -140,37 +124,32 @@ class OpCosts:
         way = None if context.attention is None else context.attention[0]
         return cls(costs, context.low, context.gradients, context.casts_fuse, way)
 
-    def start(self) -> None:
-        """Another graph comes next, no body of the last one."""
-        self._inside = False
-
-    def enter(self, graph: Graph) -> None:
-        """Find out which values gradients flow through; of the whole graph first, then of bodies that it calls."""
-        inside, self._inside = self._inside, True
+    def enter(self, graph: Graph, is_body: bool = False) -> None:
+        """Find out which values gradients flow through: into a body they may flow through all that it is given."""
         for node in graph.nodes if self._gradients else ():
             if node.op == "get_attr":
                 flows = _requires_grad(attribute_of(node))
             elif node.op == "placeholder":
-                flows = inside or _requires_grad(_value(node))
+                flows = is_body or _requires_grad(_value(node))
             else:
                 flows = facts_at(node).gradient and any(map(self._flows, node.all_input_nodes))
             if flows:
                 self._differentiable.add(node)
 
-    def price(self, site: Site) -> Price | str:
-        """Return what the op of a LOW site takes, or why nobody knows."""
-        kinds: dict[Cost, Callable[[Site], Price]] = {
+    def price(self, node: Node) -> Price | str:
+        """Return what an op that has a cost of its own takes (``OpRule.cost``), or why nobody knows."""
+        kinds: dict[Cost, Callable[[Node], Price]] = {
             "product": self._product,
             "convolution": self._convolution,
             "transposed convolution": self._convolution,
             "attention": self._attention,
             "pointwise": self._pointwise,
         }
-        cost = site.facts.cost
+        cost = facts_at(node).cost
         if cost is None:
             return "its cost is not modelled"
         try:
-            return kinds[cost](site)
+            return kinds[cost](node)
         except _UnknownSizes:
             return "sizes unknown"
 
@@ -212,50 +191,44 @@ class OpCosts:
     def _price(self, what: str, seconds: Callable[[torch.dtype], float]) -> Price:
         return Price(_picoseconds(seconds(torch.float32)), _picoseconds(seconds(self.low)), what)
 
-    def _product(self, site: Site) -> Price:
-        left, right = (_operand(site, position) for position in site.facts.factors)
-        a, b, out = _shape(left), _shape(right), _shape(site.node)
-        depth = _summed(site, a, b) if site.name == "einsum" else a[-1]
+    def _product(self, node: Node) -> Price:
+        left, right = (_operand(node, position) for position in facts_at(node).factors)
+        a, b, out = _shape(left), _shape(right), _shape(node)
+        depth = _summed(node, a, b) if notes(node).op.name == "einsum" else a[-1]
         flop, elements = 2 * prod(out) * depth, prod(a) + prod(b) + prod(out)
         gradients = self._flows(left) + self._flows(right)
-        shown, forward = (b[::-1], self.costs.linear) if site.name == "linear" else (b, self.costs.product)
+        shown, forward = (b[::-1], self.costs.linear) if notes(node).op.name == "linear" else (b, self.costs.product)
         return self._price(
-            f"{site.name} {_text(a)} @ {_text(shown)}",
+            f"{notes(node).op.name} {_text(a)} @ {_text(shown)}",
             lambda dtype: forward(dtype, flop, elements) + gradients * self.costs.product(dtype, flop, elements),
         )
 
-    def _convolution(self, site: Site) -> Price:
-        data, weight = _operand(site, 0), _operand(site, 1)
-        x, w, out = _shape(data), _shape(weight), _shape(site.node)
-        either = site.name == "convolution"  # torch.convolution does both
-        transposed = argument(site.node, 6, "transposed") if either else site.facts.cost == "transposed convolution"
+    def _convolution(self, node: Node) -> Price:
+        data, weight = _operand(node, 0), _operand(node, 1)
+        x, w, out = _shape(data), _shape(weight), _shape(node)
+        either = notes(node).op.name == "convolution"  # torch.convolution does both
+        transposed = argument(node, 6, "transposed") if either else facts_at(node).cost == "transposed convolution"
         flop = 2 * prod(x if transposed else out) * prod(w[1:])
         thin = w[1] < _THIN
         forward = Work.THIN_CONVOLUTION if thin else Work.CONVOLUTION
         backward = Work.THIN_CONVOLUTION_BACKWARD if thin else Work.CONVOLUTION_BACKWARD
         gradients = (self._flows(data) + self._flows(weight)) / 2
-        return self._there_and_back(f"{site.name} {_text(x)} * {_text(w)}", forward, backward, flop, gradients)
+        what = f"{notes(node).op.name} {_text(x)} * {_text(w)}"
+        return self._price(what, lambda dtype: self.costs.there_and_back(dtype, flop, gradients, (forward, backward)))
 
-    def _attention(self, site: Site) -> Price:
-        query, key, value = (_operand(site, position) for position in range(3))
+    def _attention(self, node: Node) -> Price:
+        query, key, value = (_operand(node, position) for position in range(3))
         q, k, v = _shape(query), _shape(key), _shape(value)
         flop = 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
         gradients = any(map(self._flows, (query, key, value)))
         what = f"attention of {_text(q)} over {_text(k)}"
         return self._price(what, lambda dtype: self.costs.attention(dtype, flop, gradients, self._attention_way))
 
-    def _there_and_back(self, what: str, forward: Work, backward: Work, flop: float, gradients: float) -> Price:
-        """``gradients``: the share of the backward that runs."""
-        costs = self.costs
+    def _pointwise(self, node: Node) -> Price:
+        out = _shape(node)
+        passes = 1 + self._flows(node)
         return self._price(
-            what, lambda dtype: costs.seconds(forward, dtype, flop) + gradients * costs.seconds(backward, dtype, flop)
-        )
-
-    def _pointwise(self, site: Site) -> Price:
-        out = _shape(site.node)
-        passes = 1 + self._flows(site.node)
-        return self._price(
-            f"{site.name} {_text(out)}",
+            f"{notes(node).op.name} {_text(out)}",
             lambda dtype: passes * self.costs.seconds(Work.POINTWISE, dtype, prod(out)),
         )
 
@@ -276,9 +249,9 @@ def _picoseconds(seconds: float) -> int:
     return round(seconds * 1e12)
 
 
-def _operand(site: Site, position: int) -> Node:
+def _operand(node: Node, position: int) -> Node:
     """A tensor argument of a call, by position or, in the order of the call, by keyword."""
-    given = [*site.node.args, *site.node.kwargs.values()]
+    given = [*node.args, *node.kwargs.values()]
     found = given[position] if position < len(given) else None
     if isinstance(found, Node):
         return found
@@ -295,9 +268,9 @@ def _shape(node: Node) -> Shape:
     return known
 
 
-def _summed(site: Site, a: Shape, b: Shape) -> int:
+def _summed(node: Node, a: Shape, b: Shape) -> int:
     """Return the sizes of an einsum's summed dimensions, multiplied; of two operands, without an ellipsis."""
-    equation = equation_of(site.node)
+    equation = equation_of(node)
     if equation is None or len(equation.operands) != 2 or any("..." in operand for operand in equation.operands):
         raise _UnknownSizes
     first, second = equation.operands

@@ -1,5 +1,7 @@
-"""Where a value is multiplied by itself: its square leaves float16's range from 256 on, which no product of two others
-of that size does often. In float16 such ops are FULL, whatever autocast does::
+"""Recognize products whose precision the operands decide: squares, and sums over a single value.
+
+Where a value is multiplied by itself, its square leaves float16's range from 256 on, which no product of two others of
+that size does often. In float16 such ops are FULL, whatever autocast does::
 
     %a = square(%x)                          # always
     %b = mul(%x, %x)                         # where both factors are one value; so with %x.detach(), or two equal views
@@ -8,6 +10,16 @@ of that size does often. In float16 such ops are FULL, whatever autocast does::
 
 ``OpRule.squares`` says of which ops that is to be asked. A Gram matrix (``x @ x.T``) stays as it is: nearly all of it
 is products of different values, for which the matrix units are there.
+
+A product that is known to sum over a single value is elementwise, however it is written: each element of the result is
+one product of two values. Matrix units gain nothing there, and low operands would be rounded for nothing (positions
+times frequencies: 301 is 300 in bfloat16). So such an op is PROMOTE as ``mul`` is::
+
+    %a = matmul(%column, %row)           # (n, 1) @ (1, m), as outer(x, y) would be
+    %b = linear(%x, %w)                  # a weight of one input feature
+    %c = einsum("ij,jk->ik", %x, %y)     # where j has the size 1
+
+``OpRule.depth`` says where an op has the size that it sums over.
 """
 
 from __future__ import annotations
@@ -23,6 +35,8 @@ from fxprec.passes.ops.equations import equation_of
 from fxprec.passes.ops.rule import OpRule
 from fxprec.passes.ops.table import facts_at, rule_of
 
+#: Why such an op promotes.
+ELEMENTWISE: Final = "sums over one value only: an elementwise product, the widest of its float inputs wins"
 #: How far back two values are compared, call by call.
 _DEPTH: Final = 8
 
@@ -138,3 +152,54 @@ def _has_square(subscripts: Sequence[object], operands: list[Node]) -> bool:
 def _row(node: Node) -> OpRule | None:
     op = notes(node).op
     return rule_of(op.name) if op is not NO_OP and not op.in_place else None
+
+
+def is_elementwise(node: Node) -> bool:
+    """Return whether a product is known to sum over one value only."""
+    row = facts_at(node)
+    if row.depth == "subscripts":
+        return _sums_sizes_of_one(node)
+    given = [*node.args, *node.kwargs.values()]
+    if row.depth == "chain":
+        return all(map(_ends_in_one, [source for _, source in arg_nodes(node)][:-1]))
+    left = given[row.factors[0]] if row.depth == "last" and len(given) > row.factors[0] else None
+    return isinstance(left, Node) and _ends_in_one(left)
+
+
+def _ends_in_one(node: Node) -> bool:
+    """Return whether the last dimension is known to have the size 1: from shapes, or from the call that made it so."""
+    sizes = _sizes(node)
+    if sizes is not None:
+        return bool(sizes) and sizes[-1] == 1
+    name = notes(node).op.name
+    if name == "unsqueeze":
+        return argument(node, 1, "dim") == -1
+    if name in ("view", "reshape"):
+        shape: Any = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], tuple | list) else node.args[1:]
+        return bool(shape) and shape[-1] == 1
+    if name == "getitem" and isinstance(node.args[1], tuple):
+        return node.args[1][-1:] == (None,)
+    return False
+
+
+def _sums_sizes_of_one(node: Node) -> bool:
+    equation = equation_of(node)
+    operands = [source for _, source in arg_nodes(node)]
+    if equation is None or not equation.summed or len(operands) != len(equation.operands):
+        return False
+    known: dict[object, int | None] = {}
+    for indices, operand in zip(equation.operands, operands, strict=True):
+        sizes = _sizes(operand)
+        if sizes is not None and len(sizes) == len(indices) and "..." not in indices:
+            known.update(zip(indices, sizes, strict=True))
+        elif indices and _ends_in_one(operand):
+            known[indices[-1]] = 1
+    return all(known.get(index) == 1 for index in equation.summed)
+
+
+def _sizes(node: Node) -> Sequence[int | None] | None:
+    """Return the sizes of a value, None for those that change from call to call; None where nobody knows its rank."""
+    value = node.meta.get("val", node.meta.get("example_value"))
+    if isinstance(value, torch.Tensor):
+        return [size if type(size) is int else None for size in value.shape]
+    return notes(node).sizes

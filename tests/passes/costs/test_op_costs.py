@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from fxprec.passes.costs.device_costs import Curve, DeviceCosts, Work
-from fxprec.passes.placement.op_costs import OpCosts, Price
-from fxprec.passes.placement.sites import site_of
+from fxprec.passes.costs.op_costs import OpCosts, Price
 
 FP32, BF16 = torch.float32, torch.bfloat16
 RATE = {Work.CONVOLUTION_BACKWARD: 2, Work.THIN_CONVOLUTION_BACKWARD: 2, Work.CAST: 1000}
@@ -65,7 +64,7 @@ def prices(tools):
         return (
             of_ops,
             {node.name: node for node in gm.graph.nodes},
-            lambda node: of_ops.price(site_of(node, tools.context())),
+            of_ops.price,
         )
 
     return run
