@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +13,6 @@ from torch.optim.optimizer import ParamsT
 from fxprec.kernels.optim import adam as multi_tensor_adam
 from fxprec.kernels.optim.adam import AdamSettings
 from fxprec.kernels.optim.tables import Gradients
-from fxprec.optim.compiled_loop import Loop
 from fxprec.optim.one_pass import OnePass
 from fxprec.optim.parts import Formula, StepInputs, scalar
 from fxprec.optim.rounding import SEED, Rounding, checked_seed
@@ -44,9 +41,10 @@ class AdamFormula(Formula):
         )
         multi_tensor_adam.launch(gradients, settings, **inputs)
 
-    def loop(self) -> Callable[..., Loop]:
+    @property
+    def flags(self) -> Mapping[str, bool]:
         l2 = bool(scalar(self.group["weight_decay"])) and not self.group["decoupled_weight_decay"]
-        return partial(Loop, "adam", l2, False)
+        return {"ADAM": True, "L2": l2, "AMSGRAD": self.group["amsgrad"]}
 
     def scalars(self, scale: float, count: float) -> Tensor:
         group = self.group
@@ -124,8 +122,10 @@ class Adam(OnePass, torch.optim.Adam):
     ) -> None:
         wanted = state_dtype is not None or stochastic_rounding
         self._seed = checked_seed(seed, wanted, "state_dtype=torch.bfloat16 or stochastic_rounding=True: give one")
-        self._rounding = Rounding.of(state_dtype, self._seed)
-        if compiled and self._rounding is not None:
+        if state_dtype not in (None, torch.bfloat16):
+            raise ValueError(f"state_dtype must be torch.bfloat16, not {state_dtype!r}")
+        self._low_states = state_dtype
+        if compiled and state_dtype is not None:
             raise ValueError("compiled=True has no loop for a state_dtype: leave one of them out")
         torch.optim.Adam.__init__(
             self,
@@ -150,15 +150,13 @@ class Adam(OnePass, torch.optim.Adam):
                 self._begin(owner, state, group)
         names = ("step", *self._state_names[: 3 if group["amsgrad"] else 2])
         lists = {name: [state[name] for state in states] for name in names}
-        rounding = self._rounding
-        if rounding is not None:
-            # A loaded checkpoint brings its own seed, and groups may have been added.
-            rounding = replace(rounding, seed=group[SEED], places=self._places())
-        formula = AdamFormula(group, self._rounding_of(group), rounding)
+        # A loaded checkpoint brings its own seed, and groups may have been added.
+        of_states = None if self._low_states is None else Rounding(group[SEED], self._places())
+        formula = AdamFormula(group, self._rounding_of(group), of_states)
         self._update_by({**lists, "params": owners, "grads": gradients}, formula, step)
 
     def _state_dtype(self, owner: Tensor, group: Mapping[str, Any]) -> torch.dtype:
-        return owner.dtype if self._rounding is None else self._rounding.dtype
+        return self._low_states or owner.dtype
 
     def _begin(self, owner: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
         """Initialize the state of a parameter with zero moments, as torch's fused implementation does."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from fxprec.host_reads import reading_waits
 from fxprec.kernels.launch.triton_support import can_launch
 from fxprec.kernels.optim import norm as multi_tensor_norm
+from fxprec.optim.kernel_updates import Plans
 from fxprec.optim.parts import why_not
-from fxprec.optim.triton_update import Plans
 from fxprec.scaling.gradients import dtensor_type, group_of_parameters, local, local_values, sum_over, summed
 from fxprec.torch_internals import flatten_dense_tensors, foreach_norm
 

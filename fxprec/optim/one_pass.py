@@ -24,20 +24,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxprec.host_reads import reading_waits
-from fxprec.optim.compiled_loop import check_compiler, why_no_loop
-from fxprec.optim.compiled_update import CompiledUpdates
 from fxprec.optim.gradient_check import GradientCheck, check
-from fxprec.optim.parts import Backend, Formula, Kernel, StepInputs, parts_of, why_not
-from fxprec.optim.rounding import COUNT, SEED, ParameterRounding, Rounding, is_low
+from fxprec.optim.kernel_updates import CompiledUpdates, Plans, check_compiler
+from fxprec.optim.parts import Backend, Formula, Kernel, StepInputs, kernel_for, parts_of
+from fxprec.optim.rounding import COUNT, SEED, Rounding, is_low
 from fxprec.optim.shadow_copies import ShadowCopies, ask_for_low_gradients, checked_low_gradients, end_low_gradients
 from fxprec.optim.torch_update import TorchUpdates
-from fxprec.optim.triton_update import Plans
 from fxprec.scaling.gradients import local, parameters_of, summed
 from fxprec.scaling.skips import makes_state
 
 #: Arguments of a whole optimizer, which torch would silently keep in a group.
 _OF_ALL_GROUPS = ("max_norm", "state_dtype", "seed", "low_gradients", "compiled", "stochastic_rounding")
 
+_LABELS = {"triton": "Triton", "compiled": "compiled"}
 _is_sparse = attrgetter("is_sparse")
 
 
@@ -65,7 +64,8 @@ class OnePass(Optimizer):
     compiled: bool = False
     stochastic_rounding: bool = False
     _seed: int = 0
-    _rounding: Rounding | None = None
+    #: Dtype of states that are rounded stochastically; None: states have the parameters' dtype.
+    _low_states: torch.dtype | None = None
     _low_gradients: str | None = None
 
     def _become_one_pass(
@@ -118,12 +118,9 @@ class OnePass(Optimizer):
             for parameter in group["params"]:
                 held = local(parameter)
                 gradient = held if parameter.grad is None else local(parameter.grad)
-                reason = why_not(held, gradient, self._state_dtype(parameter, group), self.stochastic_rounding)
-                kernel = "Triton, one pass" if reason is None else f"torch ({reason})"
-                if reason is not None and self.compiled and held.device.type == "cpu":
-                    reason = why_no_loop(held, gradient)
-                    kernel = "compiled, one pass" if reason is None else f"torch ({reason})"
-                found[kernel] += 1
+                dtype = self._state_dtype(parameter, group)
+                kernel, why = kernel_for(held, gradient, dtype, self.compiled, self.stochastic_rounding)
+                found[f"torch ({why})" if kernel == "torch" else f"{_LABELS[kernel]}, one pass"] += 1
         return dict(found)
 
     def check_gradients(self, scale: Tensor | None) -> GradientCheck:
@@ -138,7 +135,7 @@ class OnePass(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return torch's state with the added attributes, which torch's pickles leave out."""
-        kept = "max_norm compiled stochastic_rounding _low_gradients _rounding _seed _plans _backends".split()
+        kept = "max_norm compiled stochastic_rounding _low_gradients _low_states _seed _plans _backends".split()
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept if name in self.__dict__}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -197,12 +194,12 @@ class OnePass(Optimizer):
                     self._update(group, owners, gradients, step)
         return loss
 
-    def _rounding_of(self, group: dict[str, Any]) -> ParameterRounding | None:
+    def _rounding_of(self, group: dict[str, Any]) -> Rounding | None:
         """Return the rounding of a group's low parameters in this step and count it; None: to nearest."""
         if not self.stochastic_rounding:
             return None
         group[COUNT] += 1
-        return ParameterRounding(group[SEED], group[COUNT], self._places())
+        return Rounding(group[SEED], self._places(), group[COUNT])
 
     def _places(self) -> dict[int, int]:
         """Return the number of each parameter in the optimizer, by its id."""
@@ -213,7 +210,7 @@ class OnePass(Optimizer):
 
         Every kind of checkpoint carries groups (``torch.distributed.checkpoint`` drops other keys).
         """
-        kept: dict[str, Any] = {SEED: self._seed} if self._rounding is not None or self.stochastic_rounding else {}
+        kept: dict[str, Any] = {SEED: self._seed} if self._low_states or self.stochastic_rounding else {}
         kept |= {COUNT: 0} if self.stochastic_rounding else {}
         self.defaults |= kept  # for groups added later
         for group in self.param_groups:

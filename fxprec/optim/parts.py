@@ -1,13 +1,13 @@
 """Splits the tensors of a parameter group into parts of one device and dtypes, each for the backend that updates it.
 
-An optimizer gives a ``Formula``, with one function for each backend's kernel. A backend (``torch_update``,
-``compiled_update``, ``triton_update``) lays out tensors, counts steps and writes shadows, for any formula.
+An optimizer gives a ``Formula``, what each kernel has to be told. A backend (``torch_update``, and ``Plans`` and
+``CompiledUpdates`` of ``kernel_updates``) lays out tensors, counts steps and writes shadows, for any formula.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -18,8 +18,8 @@ from fxprec.kernels.launch.operands import FLOATS
 from fxprec.kernels.launch.triton_support import HAS_TRITON, can_launch, interpreting
 from fxprec.kernels.optim.lists import is_dense
 from fxprec.kernels.optim.tables import Gradients
-from fxprec.optim.compiled_loop import Loop, why_no_loop
-from fxprec.optim.rounding import ParameterRounding, Rounding, is_low
+from fxprec.kernels.torch_internals import FakeTensor, is_traceable_wrapper_subclass
+from fxprec.optim.rounding import Rounding, is_low
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.scaling.gradients import local
 
@@ -86,9 +86,9 @@ class StepInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Formula:
-    """Update formula of one parameter group in one step, with a function for each backend's kernel.
+    """Update formula of one parameter group in one step: its kernels, and for the compiled loop flags and numbers.
 
-    Those of torch and Triton take ``lr``, ``grad_scale`` and ``found_inf`` by name.
+    Kernels of torch and Triton take ``lr``, ``grad_scale`` and ``found_inf`` by name.
 
     Attributes:
         group: hyper-parameters.
@@ -100,7 +100,7 @@ class Formula:
     """
 
     group: Mapping[str, Any]
-    of_parameters: ParameterRounding | None
+    of_parameters: Rounding | None
     of_states: Rounding | None = None
     first: bool = False
     kind: ClassVar[Literal["adam", "sgd"]]
@@ -114,8 +114,9 @@ class Formula:
         """Update the tensors of a plan, bound to its gradients, by our Triton kernel."""
         raise NotImplementedError
 
-    def loop(self) -> Callable[..., Loop]:
-        """Return the compiled loop, as a function of the dtypes and states of a parameter."""
+    @property
+    def flags(self) -> Mapping[str, bool]:
+        """Macros of ``kernels/cpu/update.cpp`` that name this kind of update; those left out are 0."""
         raise NotImplementedError
 
     def scalars(self, scale: float, count: float) -> Tensor:
@@ -128,6 +129,26 @@ class Backend(Protocol):
 
     def update(self, part: UpdatePart, formula: Formula, step: StepInputs) -> None:
         """Update a part in place; ``step``: its inputs, on the part's device."""
+
+
+def kernel_for(
+    param: Tensor, gradient: Tensor, state: torch.dtype | None, compiled: bool, stochastic: bool
+) -> tuple[Kernel, str]:
+    """Return the kernel that updates a local parameter; where it is torch's also why, else "".
+
+    Args:
+        state: dtype of its states, or None.
+        compiled: compiled loops are asked for.
+        stochastic: low parameters are rounded stochastically.
+    """
+    reason = why_not(param, gradient, state, stochastic)
+    if reason is None:
+        return "triton", ""
+    if compiled and param.device.type == "cpu":
+        reason = why_no_loop(param, gradient)
+        if reason is None:
+            return "compiled", ""
+    return "torch", reason
 
 
 def why_not(param: Tensor, gradient: Tensor, state: torch.dtype | None = None, stochastic: bool = False) -> str | None:
@@ -144,6 +165,19 @@ def why_not(param: Tensor, gradient: Tensor, state: torch.dtype | None = None, s
         return "state in torch.float16"
     if gradient.layout is not torch.strided:
         return "sparse gradient"
+    return None if is_dense(param) else "not dense in memory"
+
+
+def why_no_loop(param: Tensor, gradient: Tensor) -> str | None:
+    """Return why no compiled loop can update a local parameter with this gradient, or None."""
+    if param.device.type != "cpu":
+        return f"on {param.device.type}"
+    if param.dtype is not torch.float32 or gradient.dtype not in FLOATS:
+        return f"{param.dtype} with a gradient of {gradient.dtype}"
+    if gradient.layout is not torch.strided:
+        return "sparse gradient"
+    if isinstance(param, FakeTensor) or is_traceable_wrapper_subclass(param):
+        return f"a {type(param).__name__}, which has no memory of its own"
     return None if is_dense(param) else "not dense in memory"
 
 
@@ -183,10 +217,8 @@ def _split(
     """Group positions by (device, parameters' dtype, gradients' dtype for our kernels, kernel)."""
     params, grads = lists["params"], lists["grads"]
     places = [*map(_place, params)]
-    # Few devices and dtypes, hundreds of tensors: what depends on the former alone is asked once.
-    distinct = {*places}
-    served = {device for device, _ in distinct if can_launch(device)}
-    if not served and not compiled and len(distinct) == 1:  # the usual case on a CPU, without a check of each tensor
+    # The usual case on a CPU, without a check of each of hundreds of tensors.
+    if not compiled and len({*places}) == 1 and not can_launch(places[0][0]):
         return {(*places[0], None, "torch"): range(len(params))}
     # All states of a parameter but its step have one dtype: one of them tells it.
     states = next((tensors for name, tensors in lists.items() if name not in ("params", "grads", "step")), None)
@@ -194,10 +226,6 @@ def _split(
     # Gradients' dtypes matter to our kernels, which are compiled for one; torch's get gradients that were cast.
     split: dict[tuple[torch.device, torch.dtype, torch.dtype | None, Kernel], list[int]] = {}
     for i, (device, dtype) in enumerate(places):
-        kernel: Kernel = "torch"
-        if device in served and why_not(params[i], grads[i], state_dtypes[i], stochastic) is None:
-            kernel = "triton"
-        elif compiled and why_no_loop(params[i], grads[i]) is None:
-            kernel = "compiled"
+        kernel, _ = kernel_for(params[i], grads[i], state_dtypes[i], compiled, stochastic)
         split.setdefault((device, dtype, grads[i].dtype if kernel == "triton" else None, kernel), []).append(i)
     return split

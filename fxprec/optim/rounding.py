@@ -7,7 +7,7 @@ seed, the step and the tensor, so there is no generator that a skipped step coul
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -43,63 +43,18 @@ def is_low(parameter: Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterRounding:
-    """Stochastic rounding of low parameters, and of their states in that dtype, in one step.
+class Rounding:
+    """Stochastic rounding in one step: of low parameters with their states, or of states in a lower dtype.
 
     Attributes:
         seed: of the optimizer.
-        count: another number for each step.
-        places: id of each parameter -> its number in the optimizer.
+        places: id of each parameter -> its number in the optimizer, so that each draws bits of its own.
+        count: another number for each step; None: each parameter's own step count tells.
     """
 
     seed: int
-    count: int
     places: Mapping[int, int]
-
-    def write(
-        self, lists: Mapping[str, Sequence[Tensor]], values: Mapping[str, Sequence[Tensor]], owners: Sequence[Tensor]
-    ) -> None:
-        """Round FP32 ``values`` into "params" and the states of ``lists``, which are all low and of ``owners``.
-
-        Values that the low dtype holds stay, so a skipped step changes nothing.
-
-        Raises:
-            RuntimeError: a CUDA graph is being captured, whose replays would round with the same bits each.
-        """
-        # The count is a number on the host, which a graph would record once.
-        if capturing(lists["params"][0].device):
-            raise RuntimeError("stochastic_rounding draws other bits at each step, which a CUDA graph cannot")
-        states = [name for name in lists if name not in ("params", "grads", "step")]
-        for number, name in [*enumerate(states), (_PARAMETER, "params")]:
-            for target, value, owner in zip(lists[name], values[name], owners, strict=True):
-                if target is not value:  # a state that is FP32 is written already
-                    offset = rounding_offset(self.count, self.places[id(owner)], number)
-                    target.copy_(stochastic_round(value, self.seed, offset, target.dtype))
-
-
-@dataclass(frozen=True, slots=True)
-class Rounding:
-    """Stochastic rounding of states: their dtype, and the seed.
-
-    ``places``: id of each parameter -> its number, so that each draws bits of its own.
-    """
-
-    dtype: torch.dtype
-    seed: int
-    places: Mapping[int, int] = field(default_factory=dict)
-
-    @staticmethod
-    def of(dtype: torch.dtype | None, seed: int) -> Rounding | None:
-        """Return the rounding for an optimizer's arguments; None if states have the parameters' dtype.
-
-        Raises:
-            ValueError: another dtype than bfloat16.
-        """
-        if dtype is None:
-            return None
-        if dtype is not torch.bfloat16:
-            raise ValueError(f"state_dtype must be torch.bfloat16, not {dtype!r}")
-        return Rounding(dtype, seed)
+    count: int | None = None
 
     def places_of(self, owners: Sequence[Tensor]) -> list[int]:
         """Return the numbers of some parameters."""
@@ -109,15 +64,27 @@ class Rounding:
         self,
         targets: Mapping[str, Sequence[Tensor]],
         values: Mapping[str, Sequence[Tensor]],
-        steps: Sequence[Tensor],
         owners: Sequence[Tensor],
+        steps: Sequence[Tensor] = (),
     ) -> None:
-        """Round ``values``, FP32 or FP64, into ``targets``, states of ``owners``.
+        """Round ``values``, FP32 or FP64, into "params" or states of ``owners``. ``steps``: where there is no count.
 
-        Values that bfloat16 holds stay, so a skipped step changes nothing.
+        Values that the low dtype holds stay, so a skipped step changes nothing.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured, whose replays would round with the same bits each.
         """
-        places = self.places_of(owners)
+        if self.count is None:
+            counts = [int(step.item()) for step in steps]
+        elif capturing(owners[0].device):  # the count is a number on the host, which a graph would record once
+            raise RuntimeError("stochastic_rounding draws other bits at each step, which a CUDA graph cannot")
+        else:
+            counts = [self.count] * len(owners)
         for number, name in enumerate(targets):
-            for target, value, step, place in zip(targets[name], values[name], steps, places, strict=True):
-                offset = rounding_offset(int(step.item()), place, number)
-                target.copy_(stochastic_round(value.float(), self.seed, offset))
+            number = _PARAMETER if name == "params" else number
+            for target, value, place, count in zip(
+                targets[name], values[name], self.places_of(owners), counts, strict=True
+            ):
+                if target is not value:  # a state that is FP32 is written already
+                    offset = rounding_offset(count, place, number)
+                    target.copy_(stochastic_round(value.float(), self.seed, offset, target.dtype))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.optim.sgd import sgd
 from fxprec.kernels.optim import sgd as multi_tensor_sgd
 from fxprec.kernels.optim.sgd import SgdSettings
 from fxprec.kernels.optim.tables import Gradients
-from fxprec.optim.compiled_loop import Loop
 from fxprec.optim.one_pass import OnePass
 from fxprec.optim.parts import Formula, StepInputs, scalar
 from fxprec.optim.rounding import checked_seed, is_low
@@ -38,8 +36,10 @@ class SgdFormula(Formula):
         settings = SgdSettings(**{name: scalar(self.group[name]) for name in names})
         multi_tensor_sgd.launch(gradients, settings, first=self.first, **inputs)
 
-    def loop(self) -> Callable[..., Loop]:
-        return partial(Loop, "sgd", bool(scalar(self.group["weight_decay"])), self.group["nesterov"])
+    @property
+    def flags(self) -> Mapping[str, bool]:
+        names = {"L2": "weight_decay", "MOMENTUM": "momentum", "NESTEROV": "nesterov"}
+        return {flag: bool(scalar(self.group[name])) for flag, name in names.items()}
 
     def scalars(self, scale: float, count: float) -> Tensor:
         group = self.group

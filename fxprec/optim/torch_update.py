@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fxprec.kernels.optim.lists import is_dense
 from fxprec.optim.parts import Formula, StepInputs, UpdatePart
-from fxprec.optim.rounding import ParameterRounding, is_low
+from fxprec.optim.rounding import Rounding, is_low
 from fxprec.torch_internals import foreach_add_, foreach_copy_, foreach_sub_
 
 Lists = Mapping[str, list[Any]]
@@ -91,9 +91,7 @@ def in_one_order(lists: Mapping[str, list[Tensor]]) -> Iterator[Mapping[str, lis
 
 
 @contextlib.contextmanager
-def _wide(
-    lists: Lists, formula: Formula, of_parameters: ParameterRounding | None, owners: Sequence[Tensor]
-) -> Iterator[Lists]:
+def _wide(lists: Lists, formula: Formula, of_parameters: Rounding | None, owners: Sequence[Tensor]) -> Iterator[Lists]:
     """Yield ``lists`` in FP32 or wider where values are rounded afterwards, and store them; else as they are."""
     param, of_states = lists["params"][0], formula.of_states
     on_a_cpu = formula.low_in_fp32 and is_low(param) and param.device.type == "cpu"
@@ -118,7 +116,7 @@ def _wide(
         if pairs := [(target, value) for target, value in pairs if target is not value]:
             foreach_copy_([target for target, _ in pairs], [value for _, value in pairs])
     if of_states is not None:
-        of_states.write(states, wide, lists["step"], owners)
+        of_states.write(states, wide, owners, lists["step"])
 
 
 def _rate(lr: Any) -> Any:

@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxprec.kernels.cpu import cpp
 from fxprec.kernels.launch.triton_support import HAS_TRITON
-from fxprec.optim import SGD, AdamW, compiled_update
-from fxprec.optim.compiled_loop import Loop, compiled, why_no_loop
+from fxprec.optim import SGD, AdamW, kernel_updates
+from fxprec.optim.kernel_updates import compiled, macros
+from fxprec.optim.parts import why_no_loop
 
-PLAIN = Loop("sgd", l2=False, nesterov=False, gradient=torch.bfloat16, shadow=None)
+PLAIN = macros({}, torch.bfloat16, None)
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_any_lengths_at_any_offsets_by_several_threads(threads: int):
 @pytest.mark.parametrize("gradient", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shadow", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_dtype_of_gradient_and_shadow_is_rounded_once(gradient: torch.dtype, shadow: torch.dtype):
-    loop = Loop("sgd", l2=True, nesterov=False, gradient=gradient, shadow=shadow)
+    loop = macros({"L2": True}, gradient, shadow)
     params = torch.randn(1003)
     params[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e-40])
     before, grads, low = params.double(), torch.randn(1003).to(gradient), torch.zeros(1003, dtype=shadow)
@@ -85,7 +86,7 @@ class Counting(TorchDispatchMode):
 
 @pytest.mark.parametrize("around", ["dtype", "device", "mode"])
 def test_defaults_and_modes_of_the_caller_do_not_matter(around: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compiled_update, "compiled", compiled.__wrapped__)  # found here, not before
+    monkeypatch.setattr(kernel_updates, "compiled", compiled.__wrapped__)  # found here, not before
     param = nn.Parameter(torch.ones(200))
     param.grad = torch.full((200,), 3.0)
     optimizer = SGD([param], lr=0.5, compiled=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxprec
 from fxprec.kernels.cpu import cpp
-from fxprec.optim import SGD, Adam, AdamW, compiled_loop, compiled_update
+from fxprec.optim import SGD, Adam, AdamW, kernel_updates
 from fxprec.optim.parts import StepInputs
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.testing import count_casts
@@ -202,7 +202,7 @@ def test_a_loop_that_does_not_compile_changes_nothing(monkeypatch: pytest.Monkey
         raise OSError("disk full")
 
     monkeypatch.setattr(cpp, "compiled", fails)
-    monkeypatch.setattr(compiled_update, "compiled", compiled_loop.compiled.__wrapped__)
+    monkeypatch.setattr(kernel_updates, "compiled", kernel_updates.compiled.__wrapped__)
     params = parameters()
     optimizer = AdamW(params, compiled=True)
     give(params, 0, torch.float32)

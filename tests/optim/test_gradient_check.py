@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fxprec.optim import gradient_check
-from fxprec.optim.triton_update import Plans
+from fxprec.optim.kernel_updates import Plans
 
 CPU = torch.device("cpu")
 

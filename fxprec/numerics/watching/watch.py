@@ -38,7 +38,7 @@ from fxprec.numerics.watching.calls import (
 from fxprec.numerics.watching.verdicts import Hold, Numbers, Verdicts, is_scaled, skips_on_device
 from fxprec.numerics.watching.weight_writes import WeightWrites
 from fxprec.optim.gradient_check import GradientCheck, check
-from fxprec.optim.triton_update import Plans
+from fxprec.optim.kernel_updates import Plans
 from fxprec.scaling.gradients import dtensor_type, parameters_of
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.scaling.skips import makes_state
