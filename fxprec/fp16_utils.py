@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
-from fxprec.amp.fp16_optimizer import FP16_Optimizer
-from fxprec.amp.fp16_scaler import DynamicLossScaler
-from fxprec.amp.fp16_scaler import StaticLossScaler as LossScaler  # the name that apex gives it
+from fxprec.amp.fp16_optimizer import DynamicLossScaler, FP16_Optimizer
+from fxprec.amp.fp16_optimizer import StaticLossScaler as LossScaler  # the name that apex gives it
 from fxprec.torch_internals import BatchNorm, flatten_dense_tensors, unflatten_dense_tensors
 
 __all__ = [

@@ -8,12 +8,20 @@
     optimizer.step()
 """
 
-from fxprec.amp._amp_state import _amp_state  # scripts read ``amp._amp_state.loss_scalers[0].loss_scale()``
+# Scripts read ``amp._amp_state.loss_scalers[0].loss_scale()``.
+from fxprec.amp._amp_state import _amp_state, master_params
 from fxprec.amp.fp16_optimizer import FP16_Optimizer
-from fxprec.amp.functions import disable_casts, float_function, half_function, promote_function
+from fxprec.amp.functions import (
+    disable_casts,
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
 from fxprec.amp.initialize import initialize
-from fxprec.amp.registered import register_float_function, register_half_function, register_promote_function
-from fxprec.amp.scaling import load_state_dict, master_params, scale_loss, state_dict
+from fxprec.amp.scaling import load_state_dict, scale_loss, state_dict
 
 __all__ = [
     "FP16_Optimizer",

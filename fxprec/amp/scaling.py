@@ -1,4 +1,4 @@
-"""Scale losses: ``scale_loss`` scales, runs the backward, unscales and checks, and makes optimizers skip a step."""
+"""Scales losses: ``scale_loss`` scales, runs the backward, unscales and checks, and makes optimizers skip a step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fxprec.amp._amp_state import master_params, maybe_print, state
 from fxprec.amp.loss_scale import AmpLossScaler, checked_entry
 from fxprec.amp.properties import Properties
-from fxprec.amp.state import say, state
-from fxprec.scaling.gradients import parameters_of
 
 #: Where an optimizer keeps its ``Stash``; its presence tells that it went through ``initialize``.
 STASH = "_amp_stash"
@@ -151,7 +150,9 @@ def guard_step(optimizer: Optimizer, properties: Properties) -> None:
         loss_id, scaler = stash.skip
         stash.skip = None
         self._opt_called = True  # type: ignore[attr-defined]  # or a scheduler warns of the order of the steps
-        say(f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scaler.loss_scale()}")
+        maybe_print(
+            f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scaler.loss_scale()}"
+        )
         return None
 
     setattr(optimizer, STASH, Stash(weakref.ref(optimizer)))
@@ -162,11 +163,6 @@ def guard_step(optimizer: Optimizer, properties: Properties) -> None:
 
 def _nothing_to_initialize() -> None:
     """Do nothing: scripts call it before they load an optimizer's checkpoint; apex makes its masters there."""
-
-
-def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Return the parameters that the optimizer updates, the model's own FP32 masters. To clip, for instance."""
-    return parameters_of(optimizer)
 
 
 def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxprec.amp.casting import CastOutputs, cast_arguments, widest
+from fxprec.amp.functions import cast_arguments, widest
+from fxprec.amp.initialize import CastOutputs
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 

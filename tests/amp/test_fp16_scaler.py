@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from fxprec.amp.fp16_scaler import DynamicLossScaler, StaticLossScaler
+from fxprec.amp.fp16_optimizer import DynamicLossScaler, StaticLossScaler
 from fxprec.errors import LossScaleFloorError
 
 INF = float("inf")

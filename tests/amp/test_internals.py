@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fxprec import amp
-from fxprec.amp.state import AmpState, state
+from fxprec.amp._amp_state import AmpState, state
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch import nn
 
 import fxprec
 from fxprec import amp
-from fxprec.amp.models import check_models, device_of
-from fxprec.amp.state import AmpState, state
+from fxprec.amp._amp_state import AmpState, state
+from fxprec.amp.initialize import check_models, device_of
 from fxprec.model.conversion import conversion_of, is_converted
 from fxprec.testing import assert_precision
 
@@ -194,7 +195,9 @@ def test_the_device_is_cuda_where_any_parameter_is(monkeypatch):
     first, second = CNN(), CNN()
     for devices, expected in ((("cpu", "cuda"), "cuda"), (("xpu", "cpu"), "xpu")):
         where = dict(zip((first, second), devices, strict=True))
-        monkeypatch.setattr("fxprec.amp.models.settled_device", lambda model, _, where=where: where[model])
+        monkeypatch.setattr(
+            sys.modules[device_of.__module__], "settled_device", lambda model, _, where=where: where[model]
+        )
         assert device_of([first, second]) == expected
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxprec
 from fxprec import amp, parallel
-from fxprec.amp.state import AmpState, state
+from fxprec.amp._amp_state import AmpState, state
 from fxprec.parallel import DistributedDataParallel, convert_syncbn_model
 
 WORLD = 2

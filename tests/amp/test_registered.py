@@ -12,7 +12,7 @@ from torch import nn
 
 import fxprec
 from fxprec import amp
-from fxprec.amp.state import AmpState, state
+from fxprec.amp._amp_state import AmpState, state
 from fxprec.testing import assert_precision
 
 BF16, F32 = torch.bfloat16, torch.float32

@@ -13,7 +13,7 @@ from torch import nn
 
 import fxprec
 from fxprec import amp
-from fxprec.amp.state import AmpState, state
+from fxprec.amp._amp_state import AmpState, state
 
 INF = float("inf")
 

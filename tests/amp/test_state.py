@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fxprec.amp._amp_state import AmpState, maybe_print, state
 from fxprec.amp.properties import Properties
-from fxprec.amp.state import AmpState, say, state
 
 
 def test_calls_before_initialize_are_refused_by_name():
@@ -20,7 +20,7 @@ def test_calls_before_initialize_are_refused_by_name():
 @pytest.mark.parametrize("verbosity, printed", [(0, ""), (1, "here\n"), (2, "here\n")])
 def test_verbosity_0_prints_nothing(verbosity, printed, monkeypatch, capsys):
     monkeypatch.setattr(state, "verbosity", verbosity)
-    say("here")
+    maybe_print("here")
     assert capsys.readouterr().out == printed
 
 
@@ -28,6 +28,6 @@ def test_what_concerns_all_ranks_is_printed_by_the_first(monkeypatch, capsys):
     monkeypatch.setattr(state, "verbosity", 1)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    say("an overflow here")
-    say("the options", rank0=True)
+    maybe_print("an overflow here")
+    maybe_print("the options", rank0=True)
     assert capsys.readouterr().out == "an overflow here\n"

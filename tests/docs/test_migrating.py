@@ -13,7 +13,7 @@ from torch import nn
 
 import fxprec
 from fxprec import amp
-from fxprec.amp.state import AmpState, state
+from fxprec.amp._amp_state import AmpState, state
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")

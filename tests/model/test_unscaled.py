@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fxprec
 from fxprec import amp
-from fxprec.amp.state import AmpState, state
+from fxprec.amp._amp_state import AmpState, state
 from fxprec.errors import GradientsWarning
 from fxprec.model import unscaled
 from fxprec.model.conversion import conversion_of
