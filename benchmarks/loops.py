@@ -32,8 +32,7 @@ from benchmarks.measure.interleaved import fastest
 from fxprec.costs.calibration import as_loop
 from fxprec.costs.files import costs_of, read, shipped_for_here
 from fxprec.kernels.cpu.compiled_attention import why_not
-from fxprec.kernels.rows.program.prices import LoopPrices
-from fxprec.kernels.rows.run.gains import seconds
+from fxprec.kernels.rows.program.prices import LoopPrices, seconds
 
 __all__ = ["REGIONS", "Compared", "compare", "main"]
 
@@ -133,7 +132,9 @@ def compare(name: str, size: tuple[int, int], trained: bool, prices: LoopPrices,
         return lambda: torch.autograd.grad(function(*inputs), inputs, gradient)
 
     measured = fastest([run(ops), run(loop)], budget)
-    return Compared(name, size, trained, measured[0], measured[1], *seconds(loop.graph_module, loop.plans[-1], prices))
+    plan = loop.plans[-1]
+    priced = seconds(loop.graph_module, plan.programs, plan.layout.rows * plan.layout.columns, prices)
+    return Compared(name, size, trained, measured[0], measured[1], *priced)
 
 
 def _show(found: Sequence[Compared], console: Console) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.workloads.regions import Call
 from fxprec.kernels.rows.emit.tiling import Tiling
 from fxprec.kernels.rows.program.layout import Spec, spec_of
-from fxprec.kernels.rows.program.terms import Declined
+from fxprec.kernels.rows.program.values import Declined
 from fxprec.kernels.rows.run import kernel
 from fxprec.kernels.rows.run.derive import make_plan
 from fxprec.kernels.rows.run.kernel import Launch

@@ -4,7 +4,7 @@ A handful of sizes a kind of work, FP32 and the low dtype in turns, the fastest 
 is measured is what a call takes from Python on a machine that does nothing else.
 
 Compiled loops of a CPU are priced by a few of torch's kernels and by loops that are compiled for it: of a call both
-ways, of memory, and of a step of each kind, from which ``kernels/rows/run/gains.py`` adds regions up. Training is
+ways, of memory, and of a step of each kind, from which ``kernels/rows/program/prices.py`` adds regions up. Training is
 measured in chains, since a backward as such costs the same whatever runs in it.
 """
 

@@ -34,9 +34,8 @@ from fxprec.kernels.cpu.attention import plain_gradients, scores
 from fxprec.kernels.cpu.attention_products import in_blocks, out_of_blocks
 from fxprec.kernels.nn import max_pool
 from fxprec.kernels.nn.cross_entropy_reference import count_targets, reference
-from fxprec.kernels.rows.run.evaluate import evaluate
-from fxprec.kernels.rows.run.gradients import evaluated_backward
-from fxprec.kernels.rows.run.ops import plan_of
+from fxprec.kernels.rows.run.evaluate import evaluate, evaluated_backward
+from fxprec.kernels.rows.run.plan import plan_of
 from fxprec.torch_internals import aten_flash_attention_for_cpu
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from fxprec.kernels.optim import adam, sgd
 from fxprec.kernels.optim.adam import AdamSettings
 from fxprec.kernels.optim.sgd import SgdSettings
 from fxprec.kernels.optim.tables import MultiTensorPlan
-from fxprec.kernels.rows.program.terms import Declined
+from fxprec.kernels.rows.program.values import Declined
 
 if kernel_tools.INTERPRETING:
     from decisions import decided, made_again

@@ -16,8 +16,8 @@ from fxprec.kernels.calls import rope as rope_calls
 from fxprec.kernels.cpu import attention
 from fxprec.kernels.cpu.compiled_attention import why_not
 from fxprec.kernels.cpu.packed import can_pack
+from fxprec.kernels.rows.program.prices import SlowerThanOps
 from fxprec.kernels.rows.run import region
-from fxprec.kernels.rows.run.gains import SlowerThanOps
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.settings import Settings
 

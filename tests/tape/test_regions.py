@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxprec
-from fxprec.kernels.rows.run.gradients import finished
-from fxprec.kernels.rows.run.ops import number
+from fxprec.kernels.rows.run.plan import number
 from fxprec.model.conversion import conversion_of
 from fxprec.numerics import Ledger, audit
 from fxprec.tape.kernel_ops import region_backward, region_forward
@@ -150,8 +149,8 @@ def test_the_reference_is_what_the_kernels_compute(device: str, name: str) -> No
             saved = [(*inputs, *made)[place] for place in plan.kept]
             given = [torch.randn(spec.shape, device=device).to(spec.dtype) for spec in plan.outputs]
             given = [given[number] for number in plan.backward_program.cotangents]
-            found = finished(plan, plan.backward(saved, given, seeds, region.seed))
+            found = plan.finished(plan.backward(saved, given, seeds, region.seed))
             wide = [x.double() if x.is_floating_point() else x for x in saved]
             stored = region_backward(wide, [x.double() for x in given], seeds, region.seed, number(plan))
-            for own, reference in zip(found, finished(plan, stored), strict=True):
+            for own, reference in zip(found, plan.finished(stored), strict=True):
                 torch.testing.assert_close(own.double(), reference.double(), rtol=2**-6, atol=2**-6)

@@ -25,10 +25,8 @@ from typing import Final
 import torch
 
 from fxprec.kernels.rows.emit.addresses import Access
-from fxprec.kernels.rows.emit.tiling import reduction_levels
 from fxprec.kernels.rows.program.row_program import RowProgram, Store
-from fxprec.kernels.rows.program.terms import Declined
-from fxprec.kernels.rows.program.values import COMPARISONS, Operand, Value, walk
+from fxprec.kernels.rows.program.values import COMPARISONS, Declined, Operand, Value, walk
 
 #: Columns that a loop of reductions adds at once. gcc takes twice as many where it reads bfloat16, and the longer rest
 #: of a row one by one (a layer norm of 50 columns took twice the time).
@@ -129,7 +127,7 @@ class _Writer:
                 width += program.columns if store.columns else 1
         self.pointers = [(name, f"const {_TYPES[dtype]}") for name, _, dtype in self._loads.values()]
         self.pointers += [(name, _TYPES[store.dtype]) for store, name, _ in self._stores]
-        self._levels = reduction_levels(program)
+        self._levels = program.levels
         self._kept = self._kept_values()
         self._filled: set[Value] = set()  # kept values that an earlier loop has computed
         self.lines: list[str] = []

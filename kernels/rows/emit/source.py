@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxprec.kernels.rows.emit.addresses import Access, Addresses
-from fxprec.kernels.rows.emit.tiling import Tiling, reduction_levels
+from fxprec.kernels.rows.emit.tiling import Tiling
 from fxprec.kernels.rows.emit.writer import HEADER, NEUTRAL, REDUCE, Writer
 from fxprec.kernels.rows.program.row_program import RowProgram
 from fxprec.kernels.rows.program.values import REDUCTIONS, Value, walk
@@ -25,7 +25,7 @@ def long_rows(w: Writer) -> None:
         w.line(f"mine = partials + first.to(tl.int64) * {w.width}")
     with w.block("for tile in range(first, rows, tl.num_programs(0)):" if w.tiling.persistent else ""):
         w.row_index()
-        for level, reductions in enumerate(reduction_levels(w.program)):
+        for level, reductions in enumerate(w.program.levels):
             w.suffix = f"_{level}"
             _reduce(w, level, reductions)
         w.suffix = "_last"

@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import Final
 
 from fxprec.kernels.rows.program.row_program import RowProgram
-from fxprec.kernels.rows.program.values import REDUCTIONS, Value
+from fxprec.kernels.rows.program.values import Value
 
 #: Columns that a reduction may have in one tile.
 LONGEST_TILE: Final = 16384
@@ -174,18 +174,3 @@ def _blocks(columns: int, count: int, partial: bool) -> Tiling:
         return Tiling("blocks", rows, block, max(1, rows * block // _ONE_WARP), False)
     block = 512 if halves and columns % 1024 and columns <= 4096 else 1024
     return Tiling("blocks", 1, block, block // 256, True, _STAGES, 8)
-
-
-def reduction_levels(program: RowProgram) -> list[list[Value]]:
-    """Group a program's reductions by how many others lie beneath them: each level takes a pass over a long row."""
-    loads = {value for value, _ in program.loads}
-    level: dict[Value, int] = {}
-    found: list[list[Value]] = []
-    for value in program.values:
-        beneath = 0 if value in loads else max((level[a] for a in value.args if isinstance(a, Value)), default=0)
-        if value.op in REDUCTIONS and value not in loads:
-            found += [[]] if beneath == len(found) else []
-            found[beneath].append(value)
-            beneath += 1
-        level[value] = beneath
-    return found

@@ -14,8 +14,7 @@ from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.kernels.rows.program.lowering import ROW_REDUCTIONS, lower
 from fxprec.kernels.rows.program.region_graph import is_inserted, op_name
 from fxprec.kernels.rows.program.row_program import Forward, Port, RowProgram, Store
-from fxprec.kernels.rows.program.terms import Declined, RowTerm
-from fxprec.kernels.rows.program.values import Builder, Value
+from fxprec.kernels.rows.program.values import Builder, Declined, RowTerm, Value
 
 #: Dtypes that nodes may have. Integers would wrap where they are computed, and FP32 has 24 bits.
 _COMPUTED: Final = (torch.float32, torch.float16, torch.bfloat16, torch.bool)

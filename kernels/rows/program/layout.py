@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxprec.kernels.rows.program.terms import Declined
+from fxprec.kernels.rows.program.values import Declined
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from fxprec.kernels.rows.program.terms import Declined, RowTerm, TermBuilder
-from fxprec.kernels.rows.program.values import Builder
+from fxprec.kernels.rows.program.values import Builder, Declined, RowTerm, TermBuilder
 
 # -- clamps: their gradient at the bounds is that of the installed torch -----------------------------------------------
 #

@@ -79,11 +79,15 @@ class RowProgram:
     columns: int
 
     @property
+    def loaded(self) -> set[Value]:
+        """Values that are read from memory, where every walk over the program ends."""
+        return {value for value, _ in self.loads}
+
+    @property
     def values(self) -> list[Value]:
         """All values of the program in the order of computation: arguments before results."""
-        loaded = {value for value, _ in self.loads}
         roots = [store.value for store in self.stores if isinstance(store.value, Value)]
-        return walk(roots, loaded.__contains__)
+        return walk(roots, self.loaded.__contains__)
 
     @property
     def decides(self) -> bool:
@@ -97,14 +101,14 @@ class RowProgram:
         The backward computes such ops anew, or looks for the operand that equals a maximum. So these values must have
         the same bits in both kernels, however those are compiled.
         """
-        loaded = {value for value, _ in self.loads}
         # The walk ends at loads: both kernels read the same bits from memory.
         operands = [a for value in self._decisions for a in value.args if isinstance(a, Value)]
-        return {*walk(operands, loaded.__contains__)}
+        return {*walk(operands, self.loaded.__contains__)}
 
     @property
     def _decisions(self) -> list[Value]:
-        loaded = {value for value, _ in self.loads}  # a maximum that was kept decides nothing by itself
+        # A maximum that was kept decides nothing by itself.
+        loaded = self.loaded
         return [value for value in self.values if value.op in DECIDING and value not in loaded]
 
     @property
@@ -115,8 +119,22 @@ class RowProgram:
     @property
     def reduces(self) -> bool:
         """True if the program reduces over columns."""
-        loaded = {value for value, _ in self.loads}
-        return any(value.op in REDUCTIONS and value not in loaded for value in self.values)
+        return bool(self.levels)
+
+    @property
+    def levels(self) -> list[list[Value]]:
+        """Reductions, grouped by how many others lie beneath them: each level takes a pass over a long row."""
+        loaded = self.loaded
+        level: dict[Value, int] = {}
+        found: list[list[Value]] = []
+        for value in self.values:
+            beneath = 0 if value in loaded else max((level[a] for a in value.args if isinstance(a, Value)), default=0)
+            if value.op in REDUCTIONS and value not in loaded:
+                found += [[]] if beneath == len(found) else []
+                found[beneath].append(value)
+                beneath += 1
+            level[value] = beneath
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from fxprec.kernels.rows.program.backward import backward
 from fxprec.kernels.rows.program.forward import forward, reduced_dimensions
 from fxprec.kernels.rows.program.layout import Layout, Spec, dense_strides, find_layout
 from fxprec.kernels.rows.program.row_program import Port, Store
-from fxprec.kernels.rows.program.terms import Declined
+from fxprec.kernels.rows.program.values import Declined
 from fxprec.kernels.rows.run.plan import Derived, RegionPlan
 
 

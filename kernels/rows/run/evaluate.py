@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from fxprec.kernels.rows.program.layout import Layout
-from fxprec.kernels.rows.program.row_program import RowProgram
+from fxprec.kernels.rows.program.layout import Layout, Spec
+from fxprec.kernels.rows.program.row_program import Port, RowProgram
 from fxprec.kernels.rows.program.values import COMPARISONS, REDUCTIONS, Value, walk
+
+if TYPE_CHECKING:  # Triton is loaded when a plan is made
+    from fxprec.kernels.rows.run.plan import RegionPlan
 
 
 def evaluate(
@@ -102,3 +106,59 @@ _OPS: Final[Mapping[str, Callable[..., Tensor]]] = MappingProxyType(
         "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not, "stop": lambda x: x.detach(),
     }
 )  # fmt: skip
+
+
+def eager_backward(
+    plan: RegionPlan, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:  # fmt: skip
+    """Run the backward in plain torch ops on the saved inputs and outputs, which autograd can differentiate.
+
+    Args:
+        cotangents: for each output.
+        dtype: to compute in. Gradients come in those of the inputs, except in float64: then they stay in it.
+    """
+    bw, layout = plan.backward_program, plan.layout
+    given = [cotangents[n] for n in bw.cotangents]
+    found = evaluated_backward(plan, saved, given, seeds, seed, dtype)
+    gradients = []
+    for n, slot, finish in zip(bw.wanted, bw.stored_in, plan.finishes, strict=True):
+        spec, gradient, store = plan.inputs[n], found[slot], bw.program.stores[slot]
+        if store.partial:
+            gradient = finish.shaped(gradient.reshape(-1))
+        else:
+            rows, columns = layout.rows, layout.columns if store.columns else 1
+            gradient = layout.torch_shaped(gradient.expand(rows, columns), store.columns).sum_to_size(spec.shape)
+        gradients.append(gradient.to(spec.dtype) if dtype is torch.float32 else gradient)
+    return gradients
+
+
+def evaluated_backward(
+    plan: RegionPlan, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int,
+    dtype: torch.dtype, rounds: bool = True,
+) -> list[Tensor]:  # fmt: skip
+    """Evaluate the backward program (``evaluate``) from the saved inputs and outputs.
+
+    Statistics are computed again from these: saved ones have no autograd history, and in another dtype than theirs a
+    maximum would equal none of the values that it is compared with.
+
+    Args:
+        cotangents: of the outputs that have one.
+    """
+    bw = plan.backward_program
+    loads, tensors = [], []
+    values = [value for value, _ in bw.program.loads[: len(bw.saved)]] + [value for value, _ in bw.also]
+    for value, (kind, n), tensor in zip(values, plan.keeps, saved, strict=True):
+        if kind != "statistic":
+            spec = (plan.inputs if kind == "input" else plan.outputs)[n]
+            # ``evaluate`` broadcasts by shape, so the port tells the dtype alone.
+            loads.append((value, Port(spec.dtype, True, True)))
+            tensors.append(_padded(tensor, spec))
+    loads += bw.program.loads[len(bw.saved) :]
+    tensors += [_padded(x, plan.outputs[n]) for x, n in zip(cotangents, bw.cotangents, strict=True)]
+    return evaluate(replace(bw.program, loads=tuple(loads)), plan.layout, tensors, seeds, seed, dtype, rounds)
+
+
+def _padded(x: Tensor, spec: Spec) -> Tensor:
+    """Return the tensor with the dimensions, of size 1, that a reduction removed."""
+    return x.reshape(x.shape + (1,) * spec.dropped) if spec.dropped else x

@@ -20,7 +20,7 @@ from torch import Tensor
 from fxprec.kernels.launch.triton_support import interpreting
 from fxprec.kernels.rows.emit.addresses import Placed, walks
 from fxprec.kernels.rows.emit.source import emit
-from fxprec.kernels.rows.emit.tiling import Tiling, reduction_levels, tiling_of
+from fxprec.kernels.rows.emit.tiling import Tiling, tiling_of
 from fxprec.kernels.rows.program.layout import Layout
 from fxprec.kernels.rows.program.row_program import RowProgram
 
@@ -128,7 +128,7 @@ def prepare(
         name, source, tiling, (down * across, 1, 1), walked.numbers,
         draws=any(value.op == "keep" for value in program.values),
         partials=(down, width) if width else None,
-        passes=1 + len(reduction_levels(program)) if tiling.kind == "loop" else 1,
+        passes=1 + len(program.levels) if tiling.kind == "loop" else 1,
         wide=columns % 8 == 0 and walked.wide,
         contracts=not program.decides,  # forward and backward would contract other products
     )  # fmt: skip

@@ -14,7 +14,6 @@ from fxprec.kernels.cpu.cpp import compiled_text
 from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.rows.emit.addresses import Placed, walks
 from fxprec.kernels.rows.emit.loops import FUNCTION, emit_loops
-from fxprec.kernels.rows.emit.tiling import reduction_levels
 from fxprec.kernels.rows.program.layout import Layout, Spec
 from fxprec.kernels.rows.program.row_program import RowProgram
 
@@ -93,6 +92,6 @@ def prepare_loops(
     width = program.partial_width
     return Loops(
         source, tasks, len(loads) + sum(placed is not None for _, placed in stores), (tasks, width) if width else None,
-        1 + len(reduction_levels(program)),
+        1 + len(program.levels),
         (ctypes.c_int64 * len(numbers))(*numbers),
     )  # fmt: skip

@@ -3,6 +3,9 @@
 ``derive.make_plan`` makes one. Two calls whose inputs differ in the number of rows alone share their row programs; only
 the launches are made anew. Sums over rows end after the backward kernel (``Finish``): column partials of its programs
 are added up, and the gradient of an input that varies along some of several row dimensions is summed over the others.
+
+Where a dispatch mode is active a launch is a torch op, which modes and fake tensors can see. A plan is named there by
+its number, which holds in this process only: compilers and exporters get a region's own ops instead.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.observers import ANY_MODE, watcher
 from fxprec.kernels.rows.program.layout import Layout, Spec, place
 from fxprec.kernels.rows.program.row_program import Backward, RowProgram
-from fxprec.kernels.rows.run import ops
 
 if TYPE_CHECKING:  # Triton is loaded when a plan is made
     from fxprec.kernels.rows.run.kernel import Launch
@@ -153,13 +155,19 @@ class RegionPlan:
         program = self.backward_program.program
         return tuple(program.columns if store.columns else 1 for store in program.stores if store.partial)
 
+    @property
+    def programs(self) -> tuple[RowProgram, ...]:
+        """Row programs of the forward and, if there is one, of the backward."""
+        backward = self.derived.backward
+        return (self.derived.forward,) if backward is None else (self.derived.forward, backward.program)
+
     # -- running -----------------------------------------------------------------------------------------------------
 
     def launch_forward(self, inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool) -> list[Tensor]:
         """Run ``forward``, as a torch op if a dispatch mode is active, which must see it."""
         # As an op the launch is one node for the mode; called directly it would be invisible.
         if watcher(ANY_MODE) is not None:
-            return torch.ops.fxprec.region_forward(list(inputs), seeds, seed, keep, ops.number(self))
+            return torch.ops.fxprec.region_forward(list(inputs), seeds, seed, keep, number(self))
         return self.forward(inputs, seeds, seed, keep)
 
     def launch_backward(
@@ -167,7 +175,7 @@ class RegionPlan:
     ) -> list[Tensor]:
         """Run ``backward``, as a torch op if a dispatch mode is active."""
         if watcher(ANY_MODE) is not None:
-            return torch.ops.fxprec.region_backward(list(saved), list(cotangents), seeds, seed, ops.number(self))
+            return torch.ops.fxprec.region_backward(list(saved), list(cotangents), seeds, seed, number(self))
         return self.backward(saved, cotangents, seeds, seed)
 
     def forward(self, inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool) -> list[Tensor]:
@@ -191,7 +199,7 @@ class RegionPlan:
 
         Args:
             saved: the tensors of ``keeps``.
-            cotangents: as ``laid_out`` returns them.
+            cotangents: from ``laid_out``.
         """
         made, launch = self.empty_gradients(), self.backward_launch
         # The rest of the saved tensors is for a double backward.
@@ -201,6 +209,35 @@ class RegionPlan:
         else:
             launch([*read, *cotangents, *made], seeds, seed, None)
         return made
+
+    def laid_out(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of the outputs that have one, in the outputs' strides and dtypes, as the kernel expects.
+
+        Args:
+            cotangents: one for each output; copied if its strides or dtype differ.
+        """
+        pairs = [(cotangents[n], self.outputs[n]) for n in self.backward_program.cotangents]
+        return [
+            x if x.stride() == spec.strides and x.dtype is spec.dtype else spec.empty(x.device).copy_(x)
+            for x, spec in pairs
+        ]
+
+    def finished(self, made: Sequence[Tensor]) -> list[Tensor]:
+        """Return a gradient for each wanted input, in its shape and dtype, from the results of ``backward``."""
+        sums: Sequence[Tensor] = ()
+        # Partials of all column sums lie in one tensor: one sum finishes them.
+        if self.backward_launch.partials is not None:
+            partials = made[-1]
+            total = partials.sum(0) if len(partials) > 1 else partials.view(-1)
+            sums = total.split_with_sizes(self.partial_widths)
+        found = []
+        for each in self.finishes:
+            gradient = sums[each.stored] if each.partial else made[each.stored]
+            if not each.plain:
+                gradient = each.shaped(gradient)
+            dtype = each.spec.dtype
+            found.append(gradient if gradient.dtype is dtype else gradient.to(dtype))
+        return found
 
     def empty_results(self, keep: bool) -> list[Tensor]:
         """Allocate the results of ``forward``."""
@@ -284,6 +321,45 @@ class RegionPlan:
         read = [self.saved(kind, n)[1] for kind, n in bw.saved] + [self.outputs[n] for n in bw.cotangents]
         written = [spec for spec in self.gradients if spec is not None]
         return [(self.forward_launch, made), (self.backward_launch, [spec.dtype for spec in (*read, *written)])]
+
+
+# -- launches as torch ops --------------------------------------------------------------------------------------------
+
+_PLANS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def number(plan: Any) -> int:
+    """Return the number that stands for a ``RegionPlan`` in calls of the ops, for as long as the plan is alive."""
+    _PLANS[id(plan)] = plan
+    return id(plan)
+
+
+def plan_of(number: int) -> Any:
+    """Return the ``RegionPlan`` that a number stands for."""
+    return _PLANS[number]
+
+
+@torch.library.custom_op("fxprec::region_forward", mutates_args=())
+def _forward(inputs: list[Tensor], seeds: Tensor | None, seed: int, keep: bool, plan: int) -> list[Tensor]:
+    return _PLANS[plan].forward(inputs, seeds, seed, keep)
+
+
+@_forward.register_fake
+def _(inputs: list[Tensor], seeds: Tensor | None, seed: int, keep: bool, plan: int) -> list[Tensor]:
+    known = _PLANS[plan]
+    return [spec.empty(known.device) for spec in (*known.outputs, *(known.statistics if keep else ()))]
+
+
+@torch.library.custom_op("fxprec::region_backward", mutates_args=())
+def _backward(
+    saved: list[Tensor], cotangents: list[Tensor], seeds: Tensor | None, seed: int, plan: int
+) -> list[Tensor]:
+    return _PLANS[plan].backward(saved, cotangents, seeds, seed)
+
+
+@_backward.register_fake
+def _(saved: list[Tensor], cotangents: list[Tensor], seeds: Tensor | None, seed: int, plan: int) -> list[Tensor]:
+    return _PLANS[plan].empty_gradients()
 
 
 # -- the kernels of a plan, counted, and the bytes that they move, beside the fewest that must be moved ----------------

@@ -19,11 +19,10 @@ from torch.fx import GraphModule, Proxy
 from fxprec.kernels.launch.batched import one_by_one
 from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.observers import COMPILER, DUAL, PROXY, SCRIPT, TRANSFORM, watcher
-from fxprec.kernels.rows.program.prices import LoopPrices
+from fxprec.kernels.rows.program.prices import LoopPrices, SlowerThanOps, check_gain
 from fxprec.kernels.rows.program.region_graph import RegionModule, structure_of
-from fxprec.kernels.rows.program.terms import Declined
-from fxprec.kernels.rows.run.gains import SlowerThanOps, check_gain
-from fxprec.kernels.rows.run.gradients import eager_backward, finished, laid_out
+from fxprec.kernels.rows.program.values import Declined
+from fxprec.kernels.rows.run.evaluate import eager_backward
 from fxprec.kernels.torch_internals import FakeTensor, disable_current_modes
 
 if TYPE_CHECKING:
@@ -180,7 +179,7 @@ class FusedRegion(RegionModule):
         with disable_current_modes():  # it runs the graph on meta tensors, which no mode should see
             plan = make_plan(self.name, self.graph_module, specs, device, known, loops)
             if loops and self.prices is not None:
-                check_gain(self.graph_module, plan, self.prices)
+                check_gain(self.graph_module, plan.programs, plan.layout.rows * plan.layout.columns, self.prices)
             plan.launches()  # made now, since they may be declined as well
         return plan
 
@@ -278,8 +277,8 @@ class _Run(torch.autograd.Function):
         if torch.is_grad_enabled():
             gradients = eager_backward(plan, ctx.saved_tensors, cotangents, seeds, seed)
         else:
-            given = laid_out(plan, cotangents)
-            gradients = finished(plan, plan.launch_backward(ctx.saved_tensors, given, seeds, seed))
+            given = plan.laid_out(cotangents)
+            gradients = plan.finished(plan.launch_backward(ctx.saved_tensors, given, seeds, seed))
         found: list[Any] = [None] * (3 + len(plan.inputs))
         for n, gradient in zip(plan.backward_program.wanted, gradients, strict=True):
             found[3 + n] = gradient

@@ -13,9 +13,8 @@ import kernel_tools
 import random_regions as random
 import region_tools as tools
 from fxprec.kernels.launch.philox import draw_seeds
-from fxprec.kernels.rows.program.terms import Declined
-from fxprec.kernels.rows.run.evaluate import evaluate
-from fxprec.kernels.rows.run.gradients import eager_backward
+from fxprec.kernels.rows.program.values import Declined
+from fxprec.kernels.rows.run.evaluate import eager_backward, evaluate
 
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
 pytestmark = [

@@ -9,7 +9,7 @@ import torch
 
 from fxprec.kernels.launch.operands import is_dense
 from fxprec.kernels.rows.program.layout import Layout, dense_strides, find_layout, merged, place
-from fxprec.kernels.rows.program.terms import Declined
+from fxprec.kernels.rows.program.values import Declined
 
 
 def of(*tensors: torch.Tensor, reduced: int = 0) -> Layout:

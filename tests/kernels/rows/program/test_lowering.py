@@ -9,9 +9,8 @@ import torch.nn.functional as F
 import region_tools as tools
 from fxprec.kernels.rows.program import lowering
 from fxprec.kernels.rows.program.lowering import LOWERINGS
-from fxprec.kernels.rows.program.terms import Declined
-from fxprec.kernels.rows.run.evaluate import evaluate
-from fxprec.kernels.rows.run.gradients import eager_backward
+from fxprec.kernels.rows.program.values import Declined
+from fxprec.kernels.rows.run.evaluate import eager_backward, evaluate
 
 #: Around every corner that a function below has.
 X = torch.tensor(

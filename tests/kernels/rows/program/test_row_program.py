@@ -99,10 +99,8 @@ def test_only_what_is_wanted_is_stored() -> None:
 
 
 def test_reductions_of_a_loop_are_found_by_level() -> None:
-    from fxprec.kernels.rows.emit.tiling import reduction_levels
-
     program = tools.plan_of(lambda x: F.layer_norm(x, (8,)) + x.amax(-1, keepdim=True), leaf(4, 8)).derived.forward
-    assert [[v.op for v in level] for level in reduction_levels(program)] == [["sum", "max"], ["sum"]]
+    assert [[v.op for v in level] for level in program.levels] == [["sum", "max"], ["sum"]]
 
 
 @pytest.mark.parametrize(

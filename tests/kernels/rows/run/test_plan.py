@@ -14,7 +14,7 @@ import kernel_tools
 import region_tools as tools
 from fxprec.kernels.rows.program.layout import Spec, spec_of
 from fxprec.kernels.rows.run.derive import make_plan
-from fxprec.kernels.rows.run.gradients import eager_backward, finished, laid_out
+from fxprec.kernels.rows.run.evaluate import eager_backward
 from fxprec.kernels.rows.run.plan import Finish, bytes_moved, count_kernels
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -64,7 +64,7 @@ def test_gradients_are_finished() -> None:
     made = [torch.ones_like(t) for t in plan.empty_gradients()]
     plan.backward_launch.partials = (3, 9)
     made[-1] = torch.arange(9.0).repeat(3, 1)
-    found = finished(plan, made)
+    found = plan.finished(made)
     assert [tuple(g.shape) for g in found] == [(4, 3, 8), (8,), (), (4, 1, 1)]
     assert torch.equal(found[1], 3 * torch.arange(8.0)) and float(found[2]) == 24.0  # three programs' sums
     assert torch.equal(found[3], torch.full((4, 1, 1), 3.0))
@@ -79,17 +79,17 @@ def test_columns_in_another_order_are_turned_back() -> None:
     assert finish == Finish(spec_of(w), True, 0, False, (4, 3, 2), (2, 1, 0))
     made = plan.empty_gradients()
     made[-1].zero_()[0] = torch.arange(24.0)
-    assert torch.equal(finished(plan, made)[1], torch.arange(24.0).reshape(4, 3, 2).permute(2, 1, 0))
+    assert torch.equal(plan.finished(made)[1], torch.arange(24.0).reshape(4, 3, 2).permute(2, 1, 0))
 
 
 def test_cotangents_are_laid_out_as_the_outputs() -> None:
     plan = tools.plan_of(lambda x: (x > 0, x * 2), leaf(4, 6))
     given = torch.randn(4, 6)
-    (same,) = laid_out(plan, [torch.zeros(()), given])
+    (same,) = plan.laid_out([torch.zeros(()), given])
     assert same is given
-    (copied,) = laid_out(plan, [torch.zeros(()), torch.randn(6, 4).t()])
+    (copied,) = plan.laid_out([torch.zeros(()), torch.randn(6, 4).t()])
     assert copied.stride() == (6, 1)
-    (copied,) = laid_out(plan, [torch.zeros(()), torch.ones(()).expand(4, 6)])
+    (copied,) = plan.laid_out([torch.zeros(()), torch.ones(()).expand(4, 6)])
     assert torch.equal(copied, torch.ones(4, 6)) and copied.stride() == (6, 1)
 
 

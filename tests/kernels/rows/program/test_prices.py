@@ -17,10 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import region_tools as tools
 from fxprec.kernels.cpu import compiled_attention
 from fxprec.kernels.rows.program.layout import spec_of
-from fxprec.kernels.rows.program.prices import MORE_STEPS, LoopPrices, is_faster_by_torch
+from fxprec.kernels.rows.program.prices import MORE_STEPS, LoopPrices, count, is_faster_by_torch, seconds
 from fxprec.kernels.rows.run import region as region_module
 from fxprec.kernels.rows.run.derive import make_plan
-from fxprec.kernels.rows.run.gains import count, seconds
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.costs.device_costs import Curve
 
@@ -62,7 +61,8 @@ def prices(loop: float = 0.0) -> LoopPrices:
 
 def priced(function: Callable[..., Any], *inputs: Tensor) -> tuple[float, float]:
     gm = tools.graph_of(function)
-    return seconds(gm, make_plan("fused", gm, [spec_of(x) for x in inputs], tools.CPU, {}, True), prices())
+    plan = make_plan("fused", gm, [spec_of(x) for x in inputs], tools.CPU, {}, True)
+    return seconds(gm, plan.programs, plan.layout.rows * plan.layout.columns, prices())
 
 
 def leaf(x: Tensor) -> Tensor:
