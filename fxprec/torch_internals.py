@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import operator
 import sys
@@ -175,6 +176,14 @@ def input_check_of(norm: BatchNorm) -> Any:
 CALLED_THROUGH: Final = "_compiled_call_impl"
 
 
+@functools.cache
+def _of_dynamo(path: str) -> Any:
+    """Return what a module of dynamo's has: ``guards:install_guard``. It is looked up, and imported, once."""
+    module, _, name = path.partition(":")
+    with needed:
+        return getattr(importlib.import_module(f"torch._dynamo.{module}"), name)
+
+
 def torch_dynamo() -> Any:
     """The package ``torch._dynamo``, which takes seconds to import."""
     with needed:
@@ -235,9 +244,7 @@ def shown_to_dynamo(functions: Sequence[Any]) -> Iterator[None]:
 
     It goes by attributes of the functions, which all threads see: no other thread compiles meanwhile.
     """
-    from torch._dynamo.convert_frame import compile_lock
-
-    with compile_lock:
+    with _of_dynamo("convert_frame:compile_lock"):
         for function in functions:
             function._torchdynamo_disable = False
         try:
@@ -265,83 +272,78 @@ def is_compiled(module: nn.Module) -> bool:
 
 def skipped_frame(why: str) -> Any:
     """Return what a compile callback of dynamo's gives for a frame that is left to the interpreter."""
-    with needed:
-        from torch._dynamo.types import ConvertFrameReturn
+    ConvertFrameReturn = _of_dynamo("types:ConvertFrameReturn")
     tells = "skip_reason" in inspect.signature(ConvertFrameReturn).parameters  # since torch 2.13
     return ConvertFrameReturn(skip_reason=why) if tells else ConvertFrameReturn()
 
 
 def passed_frame() -> Any:
     """Return what a compile callback gives for a frame that is left to the interpreter this once."""
-    with needed:
-        from torch._dynamo.types import ConvertFrameReturn
     again = eval_frame._FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
-    return ConvertFrameReturn(frame_exec_strategy=again)
+    return _of_dynamo("types:ConvertFrameReturn")(frame_exec_strategy=again)
+
+
+#: Classes and modules of dynamo's that decide what it takes, and what it looks at before it uses a graph again.
+_OF_DYNAMO: Final[Mapping[str, str]] = {
+    "absent": "exc:ObservedAttributeError",  # what it raises where an object has no attribute
+    # makes a variable of a value from outside of the frame: wrap_symfloat, of a float
+    "argument": "variables.builder:VariableBuilder",
+    "array": "variables.tensor:NumpyNdarrayVariable",  # an array or scalar of NumPy's: ndim, what ``attribute`` names
+    "autograd_function": "variables.misc:AutogradFunctionVariable",  # a class of autograd.Function: fn_cls, call_apply
+    # one whose gradients are recorded: call_function
+    "applied_function": "variables.higher_order_ops:AutogradFunctionApplyVariable",
+    "builtin": "variables.builtin:BuiltinVariable",  # a builtin of Python's: fn, call_function
+    "constant": "variables.constant:ConstantVariable",  # a value that is known: create
+    "tensor": "variables.tensor:TensorVariable",  # a tensor: what ``attribute`` names
+    "symbol": "variables.tensor:SymNodeVariable",  # a number that is not known, or a question about one: evaluate_expr
+    "torch_context": "variables.torch:TorchCtxManagerClassVariable",  # a class of torch's for ``with``: call_function
+    "torch_function": "variables.torch:TorchInGraphFunctionVariable",  # a function of torch's: value, call_function
+    # a call of a functools.lru_cache: call_function, wrapper_obj
+    "cached_function": "variables.functions:WrapperUserFunctionVariable",
+    # what traces a frame: run, replace_tos_if_return_is_generator, what ``end`` names
+    "frame": "symbolic_convert:InstructionTranslator",
+    # an object of the user's: value, and what ``attribute``, ``comparison`` and ``hash`` name
+    "object": "variables.user_defined:UserDefinedObjectVariable",
+    "generator": "variables.functions:LocalGeneratorObjectVariable",  # one that a frame gives away: reconstruct
+    "inference_mode": "variables.ctx_manager:InferenceModeVariable",  # torch.inference_mode in a forward: create
+    # build_inline_tracer, for each function that is traced within a frame
+    "inliner": "symbolic_convert:InliningInstructionTranslator",
+    "random": "variables.misc:RandomVariable",  # a random.Random: is_supported_random_obj
+    # getitem_const_raise_exception_if_absent, install_dict_..._guard, call_method
+    "dictionary": "variables.dicts:ConstDictVariable",
+    "list": "variables.lists:CommonListMethodsVariable",  # a list or deque: call_method
+    "guards": "guards:GuardBuilder",  # what makes the guards: EQUALS_MATCH of constants, TYPE_MATCH
+    "user_class": "variables.user_defined:UserDefinedClassVariable",  # of the user's: call_function, var_getattr, value
+    "graph_break": "exc:Unsupported",  # the error that breaks a graph
+    "graph": "output_graph:SubgraphTracer",  # the graph that is made: create_node
+}
 
 
 @functools.cache
 def dynamo_classes() -> Any:
-    """Classes of dynamo's that decide what it takes, and what it looks at before it uses a graph again."""
+    """Return dynamo's classes by the names of ``_OF_DYNAMO``, and what differs by version of torch."""
+    found = SimpleNamespace(**{name: _of_dynamo(path) for name, path in _OF_DYNAMO.items()})
     with needed:
         from torch._dynamo import guards
-        from torch._dynamo.exc import ObservedAttributeError, Unsupported
-        from torch._dynamo.guards import GuardBuilder
-        from torch._dynamo.output_graph import SubgraphTracer
-        from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
-        from torch._dynamo.variables import builder, dicts, user_defined
-        from torch._dynamo.variables import builtin as builtins_of_dynamo
-        from torch._dynamo.variables.builder import VariableBuilder
-        from torch._dynamo.variables.builtin import BuiltinVariable
-        from torch._dynamo.variables.constant import ConstantVariable
-        from torch._dynamo.variables.ctx_manager import InferenceModeVariable
-        from torch._dynamo.variables.dicts import ConstDictVariable
-        from torch._dynamo.variables.functions import LocalGeneratorObjectVariable, WrapperUserFunctionVariable
-        from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
-        from torch._dynamo.variables.lists import CommonListMethodsVariable
-        from torch._dynamo.variables.misc import AutogradFunctionVariable, RandomVariable
-        from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable, TensorVariable
-        from torch._dynamo.variables.torch import TorchCtxManagerClassVariable, TorchInGraphFunctionVariable
-        from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
+        from torch._dynamo.variables import builder, builtin, dicts, user_defined
     objects = sys.modules.get("torch._dynamo.variables.object_protocol")  # torch 2.13 and later
-    return SimpleNamespace(
-        absent=ObservedAttributeError,  # what it raises where an object has no attribute
-        argument=VariableBuilder,  # makes a variable of a value from outside of the frame: wrap_symfloat, of a float
-        arguments=builder,  # where it is: is_int_specialization_case, which integers are constants; make_dupe_guard
-        array=NumpyNdarrayVariable,  # an array or scalar of NumPy's: ndim, and what ``attribute`` names
-        attribute="var_getattr" if hasattr(NumpyNdarrayVariable, "var_getattr") else "tp_getattro_impl",  # since 2.14
-        autograd_function=AutogradFunctionVariable,  # a class of autograd.Function: fn_cls, call_apply
-        applied_function=AutogradFunctionApplyVariable,  # one whose gradients are recorded: call_function
-        builtin=BuiltinVariable,  # a builtin of Python's: fn, call_function
-        constant=ConstantVariable,  # a value that is known: create
-        tensor=TensorVariable,  # a tensor: what ``attribute`` names
-        symbol=SymNodeVariable,  # a number that is not known, or a question about one: evaluate_expr
-        torch_context=TorchCtxManagerClassVariable,  # a class of torch's to be used by ``with``: call_function
-        torch_function=TorchInGraphFunctionVariable,  # a function of torch's: value, call_function
-        cached_function=WrapperUserFunctionVariable,  # a call of a functools.lru_cache: call_function, wrapper_obj
-        frame=InstructionTranslator,  # what traces a frame: run, replace_tos_if_return_is_generator, what ``end`` names
-        end=InstructionTranslator._return.__name__,  # for the end of a frame
-        # where vt_identity_compare(left, right) is: whether two variables are one object, a constant or None
-        comparing=[each for each in (objects, builtins_of_dynamo) if hasattr(each, "vt_identity_compare")],
-        instance_dict=getattr(dicts, "DunderDictVariable", None),  # of an object: items.item is the object's variable
-        # an object of the user's: value, what ``attribute``, ``comparison`` and ``hash`` name;
-        # before torch 2.13, which has neither comparing nor instance_dict: call_method, has_key_in_generic_dict
-        object=UserDefinedObjectVariable,
-        hash="hash_impl" if hasattr(UserDefinedObjectVariable, "hash_impl") else "get_python_hash",  # before 2.13
-        comparison="tp_" * hasattr(UserDefinedObjectVariable, "tp_richcompare_impl") + "richcompare_impl",  # since 2.14
-        generator=LocalGeneratorObjectVariable,  # one that a frame gives away: reconstruct
-        inference_mode=InferenceModeVariable,  # torch.inference_mode in a forward: create
-        # of a signature from outside, without guards: is_matching_object
-        signature=getattr(user_defined, "InspectVariable", None),
-        inliner=InliningInstructionTranslator,  # build_inline_tracer, for each function that is traced within a frame
-        random=RandomVariable,  # a random.Random: is_supported_random_obj
-        dictionary=ConstDictVariable,  # getitem_const_raise_exception_if_absent, install_dict_..._guard, call_method
-        list=CommonListMethodsVariable,  # a list or deque: call_method
-        guards=GuardBuilder,  # what makes the guards: EQUALS_MATCH of constants, TYPE_MATCH
-        guard_module=guards,  # makes tensors of numpy's values to guard them: from_numpy
-        user_class=UserDefinedClassVariable,  # a class of the user's: call_function, var_getattr, value
-        graph_break=Unsupported,  # the error that breaks a graph
-        graph=SubgraphTracer,  # the graph that is made: create_node
-    )
+    # Where the builder is: is_int_specialization_case, which integers are constants; make_dupe_guard.
+    found.arguments = builder
+    found.guard_module = guards  # makes tensors of numpy's values to guard them: from_numpy
+    found.end = found.frame._return.__name__  # for the end of a frame
+    # Where vt_identity_compare(left, right) is: whether two variables are one object, a constant or None. Before torch
+    # 2.13, which has neither this nor ``instance_dict``, objects have call_method and has_key_in_generic_dict.
+    found.comparing = [each for each in (objects, builtin) if hasattr(each, "vt_identity_compare")]
+    found.instance_dict = getattr(
+        dicts, "DunderDictVariable", None
+    )  # of an object: items.item is the object's variable
+    # Of a signature from outside, without guards: is_matching_object.
+    found.signature = getattr(user_defined, "InspectVariable", None)
+    # Names of methods: the first three are those of torch 2.14, 2.13 and 2.14, and later ones.
+    found.attribute = "var_getattr" if hasattr(found.array, "var_getattr") else "tp_getattro_impl"
+    found.hash = "hash_impl" if hasattr(found.object, "hash_impl") else "get_python_hash"
+    found.comparison = "tp_" * hasattr(found.object, "tp_richcompare_impl") + "richcompare_impl"
+    return found
 
 
 def tables_of_weights(gm: GraphModule) -> list[Any]:
@@ -371,21 +373,18 @@ def guard_class_attribute(
 
     A value that wants another guard has it made by ``guard_on(builder, guard)``.
     """
-    with needed:
-        from torch._dynamo.guards import GuardBuilder, install_guard
-        from torch._dynamo.source import AttrSource
-        from torch._dynamo.variables import ConstantVariable
+    builder = _of_dynamo("guards:GuardBuilder")
     if variable.source is None or found.source is not None or name in ("__name__", "__qualname__"):
         return
     if guard_on is not None:
         kind = guard_on
-    elif isinstance(found, ConstantVariable):
-        kind = GuardBuilder.CONSTANT_MATCH
+    elif isinstance(found, _of_dynamo("variables:ConstantVariable")):
+        kind = builder.CONSTANT_MATCH
     elif type(found).__name__ == "EnumVariable":  # which is a constant since
-        kind = GuardBuilder.ID_MATCH
+        kind = builder.ID_MATCH
     else:
         return
-    install_guard(AttrSource(variable.source, name).make_guard(kind))
+    guard_source(_of_dynamo("source:AttrSource")(variable.source, name), kind)
 
 
 def guarded_value(builder: Any, guard: Any) -> Any:
@@ -402,11 +401,13 @@ def add_guard(builder: Any, guard: Any, check: Callable[[Any], bool], text: str)
         except TypeError:  # torch < 2.11
             manager.add_lambda_guard(check, [text])
     except RuntimeError:  # a dict, whose guards have no room for it: after all others
-        with needed:
-            from torch._dynamo.guards import _get_closure_vars
-        expression = f"___fxprec_check({builder.arg_ref(guard)})"
-        known = {**_get_closure_vars(), "___fxprec_check": check}
-        builder.add_python_lambda_leaf_guard_to_root([expression], [text], known)
+        _add_to_root(builder, f"___fxprec_check({builder.arg_ref(guard)})", check, text)
+
+
+def _add_to_root(builder: Any, expression: str, check: Callable[..., bool], text: str) -> None:
+    """Add a guard that runs after all others: an expression that calls ``___fxprec_check``."""
+    known = {**_of_dynamo("guards:_get_closure_vars")(), "___fxprec_check": check}
+    builder.add_python_lambda_leaf_guard_to_root([expression], [text], known)
 
 
 def function_behind(variable: Any) -> FunctionType | None:
@@ -420,18 +421,14 @@ def function_behind(variable: Any) -> FunctionType | None:
 
 def guard_identity(source: Any) -> bool:
     """Have dynamo guard that a source gives the very same object. Return whether there is one."""
-    with needed:
-        from torch._dynamo.guards import GuardBuilder
     if source is not None:
-        guard_source(source, GuardBuilder.ID_MATCH)
+        guard_source(source, _of_dynamo("guards:GuardBuilder").ID_MATCH)
     return source is not None
 
 
 def guard_source(source: Any, guard_on: Callable[[Any, Any], None]) -> None:
     """Have dynamo guard what comes from a source of its own in a way of ours: by ``guard_on(builder, guard)``."""
-    with needed:
-        from torch._dynamo.guards import install_guard
-    install_guard(source.make_guard(guard_on))
+    _of_dynamo("guards:install_guard")(source.make_guard(guard_on))
 
 
 def guard_absence(source: Any, value: Any, name: str) -> None:
@@ -439,17 +436,15 @@ def guard_absence(source: Any, value: Any, name: str) -> None:
 
     Nothing where it or its class has one, or a property of its class fails: dynamo traces that.
     """
-    with needed:
-        from torch._dynamo.guards import GuardBuilder
-        from torch._dynamo.source import AttrSource
+    builder = _of_dynamo("guards:GuardBuilder")
     found = inspect.getattr_static(value, name, None)
     if not hasattr(type(value), "__getattr__") and (found is None or inspect.ismemberdescriptor(found)):
-        if "attr" in inspect.signature(GuardBuilder.HASATTR).parameters:
-            guard_source(source, functools.partial(GuardBuilder.HASATTR, attr=name))
+        if "attr" in inspect.signature(builder.HASATTR).parameters:
+            guard_source(source, functools.partial(builder.HASATTR, attr=name))
         else:  # torch < 2.13
-            guard_source(AttrSource(source, name), GuardBuilder.HASATTR)
+            guard_source(_of_dynamo("source:AttrSource")(source, name), builder.HASATTR)
     elif found is None and hasattr(value, "__dict__"):
-        guard_source(source, functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name))
+        guard_source(source, functools.partial(builder.NOT_PRESENT_IN_GENERIC_DICT, attr=name))
 
 
 def add_relation(builder: Any, guard: Any, source: Any, relation: Callable[[Any, Any], Any]) -> None:
@@ -457,13 +452,10 @@ def add_relation(builder: Any, guard: Any, source: Any, relation: Callable[[Any,
 
     After all other checks, of which each is about one of the two.
     """
-    with needed:
-        from torch._dynamo.guards import _get_closure_vars
     other = source.make_guard(guard.create_fn)
     then = relation(builder.get(guard), builder.get(other))
-    known = {**_get_closure_vars(), "___fxprec_check": lambda left, right: relation(left, right) is then}
     expression = f"___fxprec_check({builder.arg_ref(guard)}, {builder.arg_ref(other)})"
-    builder.add_python_lambda_leaf_guard_to_root([expression], [expression], known)
+    _add_to_root(builder, expression, lambda left, right: relation(left, right) is then, expression)
 
 
 def looks_into(variable: Any) -> bool:
@@ -479,11 +471,8 @@ def is_key_of_dict(source: Any) -> bool:
 
 def guard_order(variable: Any) -> None:
     """Have dynamo guard the order of the keys where it guards the keys of a dict."""
-    with needed:
-        from torch._dynamo.source import is_constant_source
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-    if variable.source is not None and not is_constant_source(variable.source):
-        InstructionTranslator.current_tx().output.guard_on_key_order.add(variable.source)
+    if variable.source is not None and not _of_dynamo("source:is_constant_source")(variable.source):
+        _of_dynamo("symbolic_convert:InstructionTranslator").current_tx().output.guard_on_key_order.add(variable.source)
 
 
 def guard_argument(variable: Any, frame: Any, guard_on: Callable[[Any, Any], None]) -> None:
@@ -491,8 +480,6 @@ def guard_argument(variable: Any, frame: Any, guard_on: Callable[[Any, Any], Non
 
     Nothing for one that the frame computes, unless it is an argument again, such as ``x.contiguous()`` may be.
     """
-    with needed:
-        from torch._dynamo.guards import install_guard
     source = variable.source
     if source is None:
         value = variable.as_proxy().node.meta.get("example_value")
@@ -500,7 +487,7 @@ def guard_argument(variable: Any, frame: Any, guard_on: Callable[[Any, Any], Non
         note = next(same, SimpleNamespace(meta={})).meta.get("grapharg")
         source = None if note is None else note.source
     if source is not None:
-        install_guard(source.make_guard(guard_on))
+        guard_source(source, guard_on)
 
 
 def with_function(variable: Any, function: FunctionType) -> Any:
@@ -554,16 +541,12 @@ raw_environment: Final = operator.attrgetter("_data")
 
 def skipped_by_dynamo(function: Callable[..., Any]) -> bool:
     """Return whether dynamo leaves its frame to the interpreter unless a graph calls it: it is torch's own code."""
-    with needed:
-        from torch._dynamo.trace_rules import check
-    return bool(check(function))
+    return bool(_of_dynamo("trace_rules:check")(function))
 
 
 def wrap_inline(function: Callable[..., Any]) -> Callable[..., Any]:
     """A frame around a function of torch's own in which dynamo captures it."""
-    with needed:
-        from torch._dynamo import external_utils
-    return external_utils.wrap_inline(function)
+    return _of_dynamo("external_utils:wrap_inline")(function)
 
 
 def tag_activation_checkpoint() -> Any:
