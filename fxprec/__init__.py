@@ -23,7 +23,6 @@ from fxprec.model.module import revert
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.policy.policy import Policy
 from fxprec.scaling.loss_scaler import LossScaler
-from fxprec.tested_torch import warn_if_untested
 from fxprec.whole_step import CapturedStep, capture_step
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ __all__ += errors.__all__
 _ON_USE = ("amp", "fp16_utils", "numerics", "optim", "parallel", "testing")
 
 
-warn_if_untested(torch.__version__, MISSING)
+errors.warn_if_untested(torch.__version__, MISSING)
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -5,8 +5,12 @@ which catches those keeps working. Warnings derive from ``FxprecWarning``, a ``U
 filter by: ``warnings.filterwarnings("error", category=fxprec.ServiceWarning)``.
 """
 
-from collections.abc import Iterable
+import re
+import warnings
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+
+from fxprec.kernels.torch_internals import TESTED_TORCH
 
 __all__ = [
     "CaptureError",
@@ -126,3 +130,30 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the names that one may have meant, `` (did you mean 'a' or 'b'?)``, or nothing."""
     found = get_close_matches(name, sorted(set(known)), n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
+
+
+def warn_if_untested(version: str, missing: Mapping[str, str]) -> None:
+    """Warn of a newer minor version than those tested, and of private names that are not there.
+
+    Args:
+        version: of torch.
+        missing: private names of torch that were not found, and what goes without each.
+    """
+    newest = TESTED_TORCH[-1]
+    newer = _minor(version) > _minor(newest)
+    if not newer and not missing:
+        return
+    said = [f"torch {version} is newer than {newest}, the newest that fxprec was tested with"] if newer else []
+    said += [f"torch {version} has no {name}: {without}" for name, without in missing.items()]
+    warnings.warn(
+        f"{'; '.join(said)}. Before you rely on it compare a model with its original (fxprec.original), or install "
+        f"torch {newest} or a newer fxprec. To silence this: "
+        "warnings.filterwarnings('ignore', message='torch .*fxprec')",
+        UntestedTorchWarning,
+        stacklevel=3,
+    )
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found else (0, 0)

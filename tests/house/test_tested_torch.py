@@ -4,9 +4,8 @@ import warnings
 
 import pytest
 
-from fxprec.errors import UntestedTorchWarning
+from fxprec.errors import UntestedTorchWarning, warn_if_untested
 from fxprec.kernels.torch_internals import TESTED_TORCH
-from fxprec.tested_torch import warn_if_untested
 from private_names import ROOT
 
 
