@@ -14,9 +14,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.operands import FLOATS
+from fxprec.kernels.launch.operands import FLOATS, is_dense_tensor
 from fxprec.kernels.launch.triton_support import HAS_TRITON, can_launch, interpreting
-from fxprec.kernels.optim.lists import is_dense
 from fxprec.kernels.optim.tables import Gradients
 from fxprec.kernels.torch_internals import FakeTensor, is_traceable_wrapper_subclass
 from fxprec.optim.rounding import Rounding, is_low
@@ -165,7 +164,7 @@ def why_not(param: Tensor, gradient: Tensor, state: torch.dtype | None = None, s
         return "state in torch.float16"
     if gradient.layout is not torch.strided:
         return "sparse gradient"
-    return None if is_dense(param) else "not dense in memory"
+    return None if is_dense_tensor(param) else "not dense in memory"
 
 
 def why_no_loop(param: Tensor, gradient: Tensor) -> str | None:
@@ -178,7 +177,7 @@ def why_no_loop(param: Tensor, gradient: Tensor) -> str | None:
         return "sparse gradient"
     if isinstance(param, FakeTensor) or is_traceable_wrapper_subclass(param):
         return f"a {type(param).__name__}, which has no memory of its own"
-    return None if is_dense(param) else "not dense in memory"
+    return None if is_dense_tensor(param) else "not dense in memory"
 
 
 def scalar(value: Any) -> Any:

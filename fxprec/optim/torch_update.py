@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.optim.lists import is_dense
+from fxprec.kernels.launch.operands import is_dense_tensor
 from fxprec.optim.parts import Formula, StepInputs, UpdatePart
 from fxprec.optim.rounding import Rounding, is_low
 from fxprec.torch_internals import foreach_add_, foreach_copy_, foreach_sub_
@@ -78,7 +78,7 @@ def in_one_order(lists: Mapping[str, list[Tensor]]) -> Iterator[Mapping[str, lis
     moved: list[tuple[Tensor, Tensor]] = []
     for i, param in enumerate(lists["params"]):
         # A slice of a larger tensor has gaps, into which torch's kernel would write.
-        like = param if is_dense(param) else param.contiguous()
+        like = param if is_dense_tensor(param) else param.contiguous()
         for name in lists:
             tensor = lists[name][i]
             if tensor.stride() != like.stride() and name != "step":

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fxprec.kernels.cpu.words import SAMPLES, WORD, nonzero_addresses, places_of, sampled_addresses, words
 from fxprec.kernels.launch.observers import ANY_MODE, unwatched, watcher
-from fxprec.kernels.optim.lists import is_dense
+from fxprec.kernels.launch.operands import is_dense_tensor
 from fxprec.shadows.entry import Entry
 
 _FIRST_ROWS: Final = 64
@@ -34,7 +34,7 @@ def samples_of(weight: Tensor) -> tuple[int, ...]:
     if weight.is_cuda:
         from fxprec.kernels.launch.triton_support import can_launch  # which loads Triton
 
-        able = can_launch(weight.device) and is_dense(weight)
+        able = can_launch(weight.device) and is_dense_tensor(weight)
     else:
         able = weight.device.type == "cpu" and weight.data_ptr() % WORD == 0
     return tuple(sampled_addresses(weight)) if able else ()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.triton_support import interpreting, on_device
+from fxprec.kernels.launch.triton_support import interpreting, launcher, on_device
 
 
 class Bound:
@@ -58,8 +58,6 @@ class Bound:
             with on_device(first.device):
                 compiled = self._kernel[self._grid](*given, *self._rest, **self._options)
             if index >= 0 and not interpreting() and not bits & 15:
-                from fxprec.kernels.launch.kept import launcher  # which loads Triton
-
                 self._known[key] = launcher(compiled, self._grid)
         else:
             launch(*given, *self._rest)

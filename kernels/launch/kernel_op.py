@@ -8,11 +8,13 @@ A kernel file writes the launcher of its forward, what the result looks like (fa
     otherwise                                                     the launcher itself
 
 The backward launches its own ``KernelOp``, which has no autograd: with ``create_graph=True`` gradients are enabled
-there, and the backward returns ``eager_gradients`` instead, which autograd can differentiate again.
+there, and the backward returns ``eager_gradients`` instead, which autograd can differentiate again. Where gradients
+come in a batch it runs once for each (``one_by_one``).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -20,10 +22,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.batched import one_by_one
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, TRANSFORM, watcher
 from fxprec.kernels.launch.operands import PLAIN
+from fxprec.kernels.torch_internals import add_batch_dim, is_batched, remove_batch_dim
 
+#: Level of the legacy vmap, which is never nested.
+_LEVEL: Final = 1
 _KERNELS: Final[dict[str, KernelOp]] = {}
 
 
@@ -122,6 +126,43 @@ def eager_gradients(
     for i, gradient in zip(wanted, found, strict=True):
         gradients[i] = gradient
     return tuple(gradients)
+
+
+def one_by_one(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the backward of a torch.autograd.Function that runs once for each gradient where they come in a batch.
+
+    ``torch.autograd.grad(is_grads_batched=True)`` passes batches, and so do ``torch.autograd.functional``'s
+    ``jacobian`` and ``hessian`` with ``vectorize=True``. Their vmap is the legacy one: batched tensors have no memory
+    that a kernel could read, and no torch.func transform is active that would tell.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        for grad in grads:
+            if isinstance(grad, Tensor) and is_batched(grad):
+                return _each(backward, ctx, grads)
+        return backward(ctx, *grads)
+
+    return run
+
+
+def _each(backward: Callable[..., Any], ctx: Any, grads: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    batches = {
+        place: remove_batch_dim(grad, _LEVEL, 1, 0).unbind()
+        for place, grad in enumerate(grads)
+        if isinstance(grad, Tensor) and is_batched(grad)
+    }
+    saved = ctx.saved_tensors  # held: no backward may think itself the last reader and overwrite them
+    results: list[tuple[Any, ...]] = []
+    for number in range(len(next(iter(batches.values())))):
+        given = [batches[place][number] if place in batches else grad for place, grad in enumerate(grads)]
+        found = backward(ctx, *given)
+        results.append(found if isinstance(found, tuple) else (found,))
+    del saved
+    return tuple(
+        None if any(gradient is None for gradient in gradients) else add_batch_dim(torch.stack(gradients), 0, _LEVEL)
+        for gradients in zip(*results, strict=True)
+    )
 
 
 def _by_name(name: str, module: str) -> KernelOp:

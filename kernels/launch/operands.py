@@ -55,6 +55,11 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
+def is_dense_tensor(tensor: Tensor) -> bool:
+    """Return whether a tensor fills its memory without gaps or overlaps, in any order of dimensions."""
+    return tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride())
+
+
 def suits_loops(x: Tensor) -> bool:
     """Return whether a hand-written C++ loop can read the tensor: plain bfloat16 or FP32 values in a CPU's memory."""
     return (

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from fxprec.kernels.launch.rounding import random_words, round_block
 from fxprec.kernels.launch.triton_support import constexpr, int64, jit, on_device, tl
-from fxprec.kernels.optim.lists import check_scalar, device_rate
 from fxprec.kernels.optim.tables import (
     CHUNKS,
     INDEX,
@@ -35,8 +34,10 @@ from fxprec.kernels.optim.tables import (
     STATE,
     STEP,
     Gradients,
+    check_scalar,
     chunk_place,
     count_step,
+    device_rate,
     elements_at,
     written_aligned,
 )

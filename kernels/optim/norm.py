@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.triton_support import constexpr, jit, on_device, tl, triton_dtype
-from fxprec.kernels.optim.lists import check_scalar
-from fxprec.kernels.optim.tables import Gradients, chunk_place, elements_at
+from fxprec.kernels.optim.tables import Gradients, check_scalar, chunk_place, elements_at
 
 _BLOCK: Final = 2048
 _FINISH_BLOCK: Final = 4096

@@ -21,8 +21,17 @@ from typing import Final
 from torch import Tensor
 
 from fxprec.kernels.launch.triton_support import constexpr, jit, on_device, tl
-from fxprec.kernels.optim.lists import check_scalar, device_rate
-from fxprec.kernels.optim.tables import PARAM, SHADOW, STATE, Gradients, chunk_place, elements_at, written_aligned
+from fxprec.kernels.optim.tables import (
+    PARAM,
+    SHADOW,
+    STATE,
+    Gradients,
+    check_scalar,
+    chunk_place,
+    device_rate,
+    elements_at,
+    written_aligned,
+)
 
 _BLOCK: Final = 512
 

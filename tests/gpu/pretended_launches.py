@@ -15,8 +15,9 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
-from fxprec.kernels.launch import kept
+from fxprec.kernels.launch import triton_support
 from fxprec.kernels.launch.bound import Bound
 from fxprec.kernels.launch.triton_support import constexpr, int64, jit, tl
 from fxprec.kernels.nn.max_pool import max_pool2d
@@ -142,14 +143,14 @@ def test_hooks_of_triton_see_each_launch(made: str) -> None:
 
     hooks = triton.knobs.runtime
     given: list[Any] = []
-    launched: Any = kept.CompiledKernel.run.fget
+    launched: Any = CompiledKernel.run.fget
 
     def run_of(compiled: Any) -> Any:
         own = launched(compiled)
         return lambda *args: (given.append(args[6:9]), own(*args))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept.CompiledKernel, "run", property(run_of))
+        patch.setattr(CompiledKernel, "run", property(run_of))
         kept_before, many_kinds._kept = many_kinds._kept, {}
         for _ in range(3):
             launch()
@@ -202,7 +203,7 @@ def test_what_triton_looks_up(through_triton: list[str]) -> None:
 
 
 def test_kept_launches_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "_MOST", 3)
+    monkeypatch.setattr(triton_support, "_MOST", 3)
     many_kinds._kept.clear()
     for count in range(2, 10):
         many_kinds[(1,)](MEMORY, None, count, 1, 1, 1.0, False, 16)

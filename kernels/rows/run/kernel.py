@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.triton_support import interpreting
+from fxprec.kernels.launch.triton_support import interpreting, launcher
 from fxprec.kernels.rows.emit.addresses import Placed, walks
 from fxprec.kernels.rows.emit.source import emit
 from fxprec.kernels.rows.emit.tiling import Tiling, tiling_of
@@ -98,8 +98,6 @@ class Launch:
             compiled = kernel(*arguments, **options)
         # A kernel compiled for unaligned tensors is correct but slow, and must not serve aligned ones.
         if not any(tensor.data_ptr() & 15 for tensor in pointers):
-            from fxprec.kernels.launch.kept import launcher  # which loads Triton
-
             self._compiled[index] = launcher(compiled, self.grid)
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Proxy
 
-from fxprec.kernels.launch.batched import one_by_one
 from fxprec.kernels.launch.direct import Run
+from fxprec.kernels.launch.kernel_op import one_by_one
 from fxprec.kernels.launch.observers import COMPILER, DUAL, PROXY, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.rows.program.prices import LoopPrices, SlowerThanOps, check_gain
 from fxprec.kernels.rows.program.region_graph import RegionModule, structure_of

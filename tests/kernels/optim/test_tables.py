@@ -17,8 +17,7 @@ import kernel_tools
 from fxprec.kernels.optim import adam as multi_tensor_adam
 from fxprec.kernels.optim import norm as multi_tensor_norm
 from fxprec.kernels.optim.adam import AdamSettings, float32, split
-from fxprec.kernels.optim.lists import device_rate
-from fxprec.kernels.optim.tables import MultiTensorPlan, chunk_size
+from fxprec.kernels.optim.tables import MultiTensorPlan, chunk_size, device_rate
 from optim_references import fma, sqrt
 
 CUDA = pytest.mark.skipif(not kernel_tools.CUDA, reason="no CUDA device")

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 import kernel_tools
 import region_tools as tools
-from fxprec.kernels.launch import kept
 from fxprec.kernels.rows.emit import addresses
 from fxprec.kernels.rows.run import kernel
 from fxprec.kernels.rows.run.kernel import Launch, built
@@ -71,7 +70,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Triton]:
 
     monkeypatch.setattr(kernel, "built", lambda name, source: fake)
     monkeypatch.setattr(kernel, "interpreting", lambda: False)
-    monkeypatch.setattr(kept, "launcher", lambda compiled, grid: compiled[grid])
+    monkeypatch.setattr(kernel, "launcher", lambda compiled, grid: compiled[grid])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Device)
     fake.entered = entered  # type: ignore[attr-defined]
