@@ -87,6 +87,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
             parameter.grad = None  # it must have the parameter's dtype at every moment
             parameter.data = parameter.data.to(dtype)
             parameter.grad = None if gradient is None else gradient.to(dtype)
+    # Through ``data``, so that parameters and buffers stay the objects that optimizers and other modules hold.
     for buffer in module.buffers(recurse=False):
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(dtype)
@@ -97,6 +98,7 @@ def convert_network(network: Module, dtype: torch.dtype) -> Module:
     for module in network.modules():
         if not _is_kept(module):
             convert_module(module, dtype)
+            # cuDNN wants an RNN's weights in one block, which the casts have taken apart.
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
     return network
@@ -115,6 +117,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
     params = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not flat_master:
         return params, [parameter.detach().clone().float().requires_grad_() for parameter in params]
+    # One flat tensor has one dtype, and the masters are copied back from it by views.
     dtypes = {parameter.dtype for parameter in params}
     if len(dtypes) != 1:
         raise TypeError(
@@ -136,6 +139,7 @@ def model_grads_to_master_grads(
     """
     with torch.no_grad():
         if flat_master:
+            # Each gradient has its place in the flat one, so a missing one is zeros.
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
             master_params[0].grad = flatten_dense_tensors(gradients).float()
             return
@@ -165,4 +169,5 @@ def to_python_float(value: Any) -> float:
 
 
 def _is_kept(module: nn.Module) -> bool:
+    """Return whether a module stays FP32: a batch norm with parameters, as in apex."""
     return isinstance(module, BatchNorm) and module.affine

@@ -38,6 +38,7 @@ class OnHost:
         """Copy a tensor, on CUDA to pinned memory, in the order of its stream."""
         if not reading_waits(values.device):
             return cls(values, lambda: True, lambda: None)
+        # To pinned memory: else the copy would wait for the device.
         host = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(values.device))

@@ -76,6 +76,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         *,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        # Refused only where they were set: scripts pass the defaults along.
         given = {
             "shared_param": shared_param is not None,
             "allreduce_trigger_params": allreduce_trigger_params is not None,
@@ -90,6 +91,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         for name, value in (("message_size", message_size), ("gradient_predivide_factor", gradient_predivide_factor)):
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"DistributedDataParallel: {name} must be finite and greater than 0, not {value!r}")
+        # apex counts elements and PyTorch bytes: of the widest gradients that there are.
         widths = [parameter.element_size() for parameter in module.parameters() if parameter.requires_grad]
         total = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
         size = total + 1 if delay_allreduce else message_size * max(widths, default=4)
@@ -104,6 +106,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 find_unused_parameters=delay_allreduce,
                 gradient_as_bucket_view=retain_allreduce_buffers,
             )
+        # PyTorch's own all-reduce averages in the gradients' dtype: anything else is a hook in its place.
         if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
             ranks = dist.get_world_size(self.process_group)
             after = gradient_predivide_factor / ranks if gradient_average else 1.0
@@ -150,6 +153,7 @@ def _hook(
 
     def hook(_state, bucket):  # not annotated: torch compares annotations with objects, and these would be text
         buffer: Tensor = bucket.buffer()
+        # The reducer takes the result from the bucket's own memory, or as a tensor of its dtype.
         sent = buffer.float() if in_fp32 else buffer
         if before != 1.0:
             sent.mul_(before)

@@ -70,6 +70,7 @@ def assert_precision(
         raise TypeError(f"dtype must be a torch.dtype such as torch.float32, not {dtype!r}")
     if what not in ("compute", "output", "reads"):
         raise ValueError(f"what={what!r} is none of 'compute', 'output', 'reads'")
+    # Of all graphs, so that an assertion does not pass because its node is in another one.
     found = [place for number, gm in enumerate(rewritten_graphs(model)) for place in places(number, gm)]
     chosen = [
         (place, precision)
@@ -78,6 +79,7 @@ def assert_precision(
     ]
     if not chosen:
         raise ValueError(f"{pattern!r} names only nodes that compute nothing with floats")
+    # Every node that is wrong is listed, with its reason: one mistake in a policy shows in many.
     wrong = [(place, precision) for place, precision in chosen if getattr(precision, what) != dtype]
     if wrong:
         verb = {"compute": "computes in", "output": "puts out", "reads": "reads"}[what]
@@ -99,6 +101,7 @@ def _computing(place: NamedNode, pattern: str) -> Precision | None:
         return None
     if node.op not in ("call_function", "call_method"):
         return None
+    # A view has a dtype, and computes nothing: it counts only where it is meant by name.
     named = pattern.startswith(("op:", "node:")) or pattern == place.name
     return precision if named or not moves_data(op_name(node)) else None
 
@@ -154,6 +157,7 @@ def assert_graph(model: nn.Module, expected: str) -> None:
     Raises:
         AssertionError: with the difference, line by line.
     """
+    # Indentation is that of the test's source.
     got = format_graph(model).strip().splitlines()
     wanted = textwrap.dedent(expected).strip().splitlines()
     if got != wanted:

@@ -44,6 +44,7 @@ class Handle:
         """Return whether decorated and registered functions cast now."""
         return self._owner.low is not None and not self._owner.disabled
 
+    # apex keeps casts of weights from one forward to the next, and scripts ask for that.
     @property
     def has_cache(self) -> bool:
         return False

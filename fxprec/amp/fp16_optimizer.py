@@ -118,6 +118,7 @@ class DynamicLossScaler(StaticLossScaler):
         self.scale_factor, self.scale_window = float(scale_factor), checked_interval("scale_window", scale_window)
         self.min_loss_scale = checked_scale("min_loss_scale", min_loss_scale) if min_loss_scale else SMALLEST_SCALE
         self.max_loss_scale = math.inf if max_loss_scale is None else checked_scale("max_loss_scale", max_loss_scale)
+        # apex begins within the bounds, too.
         self.cur_scale = max(self.min_loss_scale, min(self.cur_scale, self.max_loss_scale))
         self.unskipped = 0
 
@@ -136,6 +137,7 @@ class DynamicLossScaler(StaticLossScaler):
         Raises:
             LossScaleFloorError: there is no ``min_loss_scale``, and no smaller scale could be taken out again.
         """
+        # A smaller one has no reciprocal in FP32, so its gradients could not be unscaled.
         if overflow and self.cur_scale <= SMALLEST_SCALE:
             raise LossScaleFloorError(
                 f"the loss scale fell to {self.cur_scale:g}: gradients hold inf or nan at every scale, so it is the "
@@ -199,6 +201,7 @@ class FP16_Optimizer:
         self.fp16_groups = [group.low for group in groups]
         self.fp32_from_fp16_groups = [group.masters for group in groups]
         self.fp32_from_fp32_groups = [group.fp32 for group in groups]
+        # Flat lists: one copy of all masters a step, whatever the groups.
         self._pairs = [pair for group in groups for pair in zip(group.low, group.masters, strict=True)]
         self._fp32 = [parameter for group in groups for parameter in group.fp32]
         self._aside: list[tuple[Tensor, Tensor]] = []
@@ -240,6 +243,7 @@ class FP16_Optimizer:
     def update_master_grads(self) -> None:
         """Copy the model's gradients to the masters in FP32, unscaled, and look for inf and nan (dynamic scale)."""
         inverse = 1.0 / self.loss_scaler.loss_scale
+        # FP32 first, then unscaled: in float16 an unscaled gradient would vanish.
         with torch.no_grad():
             for parameter, master in self._pairs:
                 master.grad = None if parameter.grad is None else parameter.grad.float() * inverse
@@ -255,6 +259,7 @@ class FP16_Optimizer:
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor | int:
         """Clip the masters' gradients, as ``torch.nn.utils.clip_grad_norm_``; return their norm, or -1 on overflow."""
+        # apex's answer: the norm of such gradients says nothing, and the step will be skipped.
         if self.overflow:
             return -1
         return torch.nn.utils.clip_grad_norm_(parameters_of(self.optimizer), max_norm, norm_type)
@@ -318,6 +323,7 @@ class FP16_Optimizer:
                 "currently invalid (inf, nan, or stale).  Returning None."
             )
             return None
+        # Detached, so that what a script keeps of them keeps no graph.
         groups = self.optimizer.param_groups
         return [[None if p.grad is None else p.grad.detach() for p in group["params"]] for group in groups]
 
@@ -413,6 +419,7 @@ def with_masters(optimizer: Optimizer) -> list[MasterGroup]:
     for number, group in enumerate(optimizer.param_groups):
         found = MasterGroup([], [], [])
         for position, parameter in enumerate(group["params"]):
+            # A frozen parameter is never updated: it needs no master.
             if not parameter.requires_grad:
                 continue
             if parameter.dtype in LOW_DTYPES:
@@ -453,6 +460,7 @@ def saved_masters(saved: Any, groups: Sequence[Sequence[Tensor]]) -> list[Tensor
     Raises:
         RuntimeError: they do not fit to ``groups``.
     """
+    # Masters have no names in the file: groups and shapes tell whether it is the same model.
     theirs = [[tuple(master.shape) for master in group] for group in saved]
     ours = [[tuple(master.shape) for master in group] for group in groups]
     if theirs != ours:

@@ -69,6 +69,7 @@ def disable_casts() -> Iterator[None]:
     Raises:
         RuntimeError: at O3, where the parameters themselves are low.
     """
+    # FP32 could not be had by leaving casts out: there are no FP32 values.
     properties = state.opt_properties
     if properties is not None and properties.enabled and properties.level == "O3":
         raise RuntimeError(
@@ -77,6 +78,7 @@ def disable_casts() -> Iterator[None]:
         )
     inside = torch.compiler.is_compiling()  # the forward that is captured is the model's own already
     bypassed = [] if inside else [conversion_of(model) for model in state.models if is_converted(model)]
+    # Counted, since blocks may be nested, and other threads may have some open.
     for conversion in bypassed:
         conversion.bypassed += 1
     state.disabled += 1
@@ -227,6 +229,7 @@ def _op_of(module: Any, name: str, value: Any) -> str | None:
     """Return the canonical name of a function or Tensor method of torch that the op table knows."""
     if _is_module_class(value) or not _is_torchs(module):
         return None
+    # Names are known of nodes, so a call of the function is made one.
     graph = Graph()
     argument = graph.placeholder("x")
     method = module is torch.Tensor

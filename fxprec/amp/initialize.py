@@ -80,6 +80,7 @@ def initialize(
     if not enabled:
         state.opt_properties, state.low, state.verbosity = Properties(), None, verbosity
         return models if optimizers is None else (models, optimizers)
+    # All that may refuse comes before anything changes.
     all_optimizers = _list_of(optimizers, Optimizer, "optimizers must be either a single optimizer or a list of them")
     all_models = _list_of(models, nn.Module, "models must be either a single model or a list of them")
     check_models(all_models, low=state.allow_incoming_model_not_fp32)
@@ -107,10 +108,12 @@ def initialize(
             patch_registered(undo)
         for model in all_models:
             convert_model(model, properties, cast_model_outputs, scalers[0].scaler, undo)
+        # State that an optimizer has from before is FP32, as its parameters were.
         if properties.level == "O3":
             for optimizer in all_optimizers:
                 _recast(optimizer, undo)
         undo.pop_all()
+    # From here on nothing fails: the state of the process may change.
     state.opt_properties, state.loss_scalers, state.verbosity = properties, scalers, verbosity
     state.min_loss_scale, state.max_loss_scale = min_loss_scale, max_loss_scale
     state.models.update(all_models)
@@ -132,6 +135,7 @@ def _list_of(given: Any, kind: type, message: str) -> list[Any]:
             )
         if not isinstance(entry, kind):
             raise TypeError(f"{message}, not {type(entry).__name__}")
+        # Its step would be guarded twice, and skip twice after one overflow.
         if kind is Optimizer and (hasattr(entry, STASH) or any(entry is other for other in entries[:i])):
             raise RuntimeError(
                 f"A given optimizer should only be passed through amp.initialize once. This {type(entry).__name__} was"
@@ -146,6 +150,7 @@ def _check_outputs(dtype: Any) -> None:
 
 def _recast(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
     """Cast state that was made for FP32 parameters to the low dtype of its parameters."""
+    # load_state_dict casts state to its parameter's dtype.
     if optimizer.state:
         before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
         undo.callback(optimizer.__setstate__, before)
@@ -158,6 +163,7 @@ def _restore(device: str, low: torch.dtype | None) -> None:
 
 def device_of(models: Iterable[nn.Module]) -> str:
     """Return "cuda" if a parameter of any model is there, else the first model's device type, else "cpu"."""
+    # A run on a GPU may have small models on the CPU beside it; one scale serves all of them.
     devices = [settled_device(model, None) for model in models]
     return "cuda" if "cuda" in devices else (devices or ["cpu"])[0]
 
@@ -208,6 +214,7 @@ def convert_model(
     if kept:
         # O3's policy lowers norms; apex keeps their parameters FP32 if asked to.
         policy = _override(policy, kept, Rule.FULL)
+    # O2's policy keeps them FP32, unless one asks for the opposite.
     if properties.keep_batchnorm_fp32 is False and properties.level == "O2" and (lowered := _batch_norms(model)):
         policy = _override(policy, lowered, Rule.LOW)
     # A second ``initialize`` may name a model again, if it asks for the same.
@@ -219,6 +226,7 @@ def convert_model(
         undo.callback(put_back, model)
         if properties.level == "O3":
             undo.callback(model.register_state_dict_post_hook(_state_in_fp32).remove)
+    # A hook, and not the policy: it acts outside of the graphs, on whatever the forward returns.
     if cast_outputs is not None:
         undo.callback(model.register_forward_hook(CastOutputs(cast_outputs)).remove)
 

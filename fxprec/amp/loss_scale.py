@@ -65,6 +65,7 @@ class AmpLossScaler:
         min_loss_scale: float | None = None,
         max_loss_scale: float | None = None,
     ) -> None:
+        # Bounds are those of a scale that moves; a static one may be anything. apex takes a minimum of 0 for none.
         low, high = (min_loss_scale or None, max_loss_scale) if properties.dynamic else (None, None)
         first = INIT_SCALE if properties.dynamic else float(properties.loss_scale)
         self._static_unskipped, self._overflowed = 0, False
@@ -80,6 +81,7 @@ class AmpLossScaler:
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # A misspelt name, or one of apex's that nothing reads here, would go unnoticed.
         if name not in (*_OWN, *_APEX):
             raise AttributeError(f"{_lacks(name)}. What else can be set is an argument of amp.initialize")
         object.__setattr__(self, name, value)
@@ -113,21 +115,9 @@ class AmpLossScaler:
     _max_loss_scale = _of_rule("max_scale")
     _scale_seq_len = _of_rule("growth_interval")
 
-    @property
-    def _loss_scale(self) -> float:
-        return self.loss_scale()
-
-    @_loss_scale.setter
-    def _loss_scale(self, value: float) -> None:
-        self._set(value, self.unskipped)
-
-    @property
-    def _unskipped(self) -> int:
-        return self.unskipped
-
-    @_unskipped.setter
-    def _unskipped(self, value: int) -> None:
-        self._set(self.loss_scale(), value)
+    # The names by which scripts set apex's two numbers, which each keep the other one.
+    _loss_scale = property(loss_scale, lambda self, value: self._set(value, self.unskipped))
+    _unskipped = property(lambda self: self.unskipped, lambda self, value: self._set(self.loss_scale(), value))
 
     @property
     def _has_overflow(self) -> bool:
@@ -168,6 +158,7 @@ class AmpLossScaler:
         Raises:
             LossScaleFloorError: there is no ``min_loss_scale``, and no smaller scale could be taken out again.
         """
+        # apex lets such a block pass, where our scaler and torch's say that a check is missing.
         try:
             self.scaler.update()
         except NoGradientsError:

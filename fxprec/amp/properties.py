@@ -74,6 +74,7 @@ class Properties:
     @property
     def level(self) -> Level:
         """Level of ``fxprec.convert`` that these properties ask for."""
+        # The properties decide, not the level by name: an O2 with cast_model_type=torch.float32 lowers nothing.
         if self.opt_level == "O1":
             return "O1" if self.patch_torch_functions else "O0"
         if not self.cast_model_type or self.cast_model_type is torch.float32:
@@ -83,6 +84,7 @@ class Properties:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype that the conversion lowers to, where it lowers something."""
+        # At O1 there is no cast_model_type, and False and float32 lower nothing: then the device's dtype serves.
         chosen = self.cast_model_type
         return chosen if isinstance(chosen, torch.dtype) and chosen in CASTABLE - {torch.float32} else self.low
 
@@ -100,6 +102,7 @@ def properties_of(opt_level: Any, low: torch.dtype, overrides: dict[str, Any]) -
         AssertionError: ``keep_batchnorm_fp32`` is neither a bool nor "True" or "False".
         TypeError: ``cast_model_type`` is no dtype. ValueError: a dtype or a loss scale that cannot serve.
     """
+    # The letter, and errors of apex's types: scripts catch these.
     if not isinstance(opt_level, str) or opt_level not in _DEFAULTS:
         raise RuntimeError(
             f"Unexpected optimization level {opt_level!r}. Options are 'O0', 'O1', 'O2', 'O3': the letter O, not the "
@@ -115,6 +118,7 @@ def properties_of(opt_level: Any, low: torch.dtype, overrides: dict[str, Any]) -
 
 
 def _cast_model_type(value: Any, opt_level: str) -> torch.dtype | bool:
+    # apex takes False for "cast nothing", beside None for "as the level says".
     if value is False:
         return False
     if not isinstance(value, torch.dtype):
@@ -142,6 +146,7 @@ def _keep_batchnorm_fp32(value: Any, opt_level: str) -> bool:
             "With opt_level O1 batch norms compute in FP32 and their parameters are FP32, so keep_batchnorm_fp32 "
             f"should be None. keep_batchnorm_fp32 was {value!r}"
         )
+    # Texts as well: apex's scripts pass command-line arguments through.
     known = {"True": True, "False": False, True: True, False: False}
     if not isinstance(value, bool | str) or value not in known:
         raise AssertionError(
@@ -163,6 +168,7 @@ def _master_weights(value: Any, opt_level: str) -> bool:
 def _loss_scale(value: Any, opt_level: str) -> float | str:
     if value == "dynamic":
         return "dynamic"
+    # A number may come as its text, from a command line.
     try:
         scale = float(value)
     except (TypeError, ValueError):

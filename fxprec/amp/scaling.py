@@ -88,6 +88,7 @@ def scale_loss(
         yield loss
         return
     owners = [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
+    # Checked before anything is scaled, the optimizers first: their errors name what was forgotten.
     stashes = [_stash(owner, loss_id) for owner in owners]
     if not 0 <= loss_id < len(state.loss_scalers):
         raise IndexError(
@@ -100,6 +101,7 @@ def scale_loss(
         yield loss.float()
         return
     with scaler.scaled(loss, owners, delay_unscale) as scaled:
+        # Noted for ``step``: gradients are scaled until the block is left.
         for stash in stashes:
             stash.open = loss_id
         try:
@@ -109,6 +111,7 @@ def scale_loss(
                 stash.open = None
     for stash in stashes:
         stash.delayed = loss_id if delay_unscale else None
+    # Without a check the scale stays, and the next block of this loss looks at all of it.
     if delay_unscale or delay_overflow_check:
         return
     # The first loss that overflowed is the one that the message names.
@@ -155,6 +158,7 @@ def guard_step(optimizer: Optimizer, properties: Properties) -> None:
         )
         return None
 
+    # Weakly: an optimizer that held itself would live until the garbage collector comes.
     setattr(optimizer, STASH, Stash(weakref.ref(optimizer)))
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     for name in ("_amp_lazy_init", "_lazy_init_maybe_master_weights"):
@@ -196,6 +200,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     entries: dict[int, tuple[float, int]] = {}
     unexpected: list[str] = []
     for key, entry in state_dict.items():
+        # All entries are checked before the first is loaded.
         number = str(key).removeprefix("loss_scaler")
         if str(key).startswith("loss_scaler") and number.isdecimal():
             entries[int(number)] = checked_entry(key, entry)
@@ -207,6 +212,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             'has only "loss_scaler0", "loss_scaler1", ...'
         )
     count = len(state.loss_scalers)
+    # A script may have more losses than before: apex warns here, and goes on.
     if len(entries) != count:
         print(f"Warning: state_dict contains {len(entries)} entries, while {count} loss_scalers are used")
     for number, entry in sorted(entries.items()):

@@ -51,6 +51,7 @@ def backend(
     """
     settings, on_graph = _settings(options or {}, mode, example_inputs)
     holder = _holder(gm, example_inputs)
+    # One store for all programs of the graph: they read the same weights.
     store, ran = ShadowStore(settings.dtype), Ran()
     known: list[Calls] = []
 
@@ -88,6 +89,7 @@ def _settings(
     for name in options:
         if name not in _OPTIONS:
             raise ValueError(f"unknown option {name!r}{did_you_mean(name, _OPTIONS)}; there are {', '.join(_OPTIONS)}")
+    # The rest are fields of Settings, which checks their values.
     given = dict(options)
     on_graph, level, policy = given.pop("on_graph", None), given.pop("level", None), given.pop("policy", None)
     policy = policy or Policy.preset(level or "O1")
@@ -119,6 +121,7 @@ def _holder(gm: GraphModule, inputs: Sequence[Any]) -> nn.Module:
 
 
 def _name(node: Node) -> str:
+    # The path in the model by which dynamo knows the tensor; a placeholder may have none.
     source = source_of(node.meta.get("grapharg"))
     if source is None:
         return node.name

@@ -27,6 +27,7 @@ class ScalerMixin:
     """
 
     def __init__(self, *args: Any, scaler: LossScaler, **kwargs: Any) -> None:
+        # Set before the Trainer's constructor, which makes the Accelerator.
         self._scaler = scaler
         super().__init__(*args, **kwargs)
         model: Any = self.model  # type: ignore[attr-defined]

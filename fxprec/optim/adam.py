@@ -43,6 +43,7 @@ class AdamFormula(Formula):
 
     @property
     def flags(self) -> Mapping[str, bool]:
+        # Without decay the loop's other form multiplies parameters by 1, which changes nothing.
         l2 = bool(scalar(self.group["weight_decay"])) and not self.group["decoupled_weight_decay"]
         return {"ADAM": True, "L2": l2, "AMSGRAD": self.group["amsgrad"]}
 
@@ -121,25 +122,18 @@ class Adam(OnePass, torch.optim.Adam):
         stochastic_rounding: bool = False,
     ) -> None:
         wanted = state_dtype is not None or stochastic_rounding
+        # What is refused is refused before torch's constructor makes groups.
         self._seed = checked_seed(seed, wanted, "state_dtype=torch.bfloat16 or stochastic_rounding=True: give one")
         if state_dtype not in (None, torch.bfloat16):
             raise ValueError(f"state_dtype must be torch.bfloat16, not {state_dtype!r}")
         self._low_states = state_dtype
         if compiled and state_dtype is not None:
             raise ValueError("compiled=True has no loop for a state_dtype: leave one of them out")
+        # By name: next in line after AdamW is torch.optim.AdamW, whose constructor takes no decoupled_weight_decay.
         torch.optim.Adam.__init__(
-            self,
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            capturable=capturable,
-            fused=True,
+            self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, capturable=capturable, fused=True,
             decoupled_weight_decay=decoupled_weight_decay,
-        )
+        )  # fmt: skip
         self._become_one_pass(max_norm, foreach, fused, differentiable, low_gradients, compiled, stochastic_rounding)
 
     def _update(self, group: dict[str, Any], owners: list[Tensor], gradients: list[Tensor], step: StepInputs) -> None:
@@ -148,6 +142,7 @@ class Adam(OnePass, torch.optim.Adam):
         for owner, state in zip(owners, states, strict=True):
             if not state:
                 self._begin(owner, state, group)
+        # max_exp_avg_sq, the last of the names, is there with amsgrad alone.
         names = ("step", *self._state_names[: 3 if group["amsgrad"] else 2])
         lists = {name: [state[name] for state in states] for name in names}
         # A loaded checkpoint brings its own seed, and groups may have been added.
@@ -160,6 +155,7 @@ class Adam(OnePass, torch.optim.Adam):
 
     def _begin(self, owner: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
         """Initialize the state of a parameter with zero moments, as torch's fused implementation does."""
+        # On the parameter's device: the kernel counts steps itself, so that a skipped one needs no sync.
         dtype = self._state_dtype(owner, group)
         state["step"] = torch.zeros((), dtype=torch.float32, device=owner.device)
         for name in self._state_names[: 3 if group["amsgrad"] else 2]:
@@ -194,23 +190,8 @@ class AdamW(Adam, torch.optim.AdamW):
         stochastic_rounding: bool = False,
     ) -> None:
         Adam.__init__(
-            self,
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=True,
-            max_norm=max_norm,
-            state_dtype=state_dtype,
-            seed=seed,
-            low_gradients=low_gradients,
-            compiled=compiled,
+            self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach,
+            capturable=capturable, differentiable=differentiable, fused=fused, decoupled_weight_decay=True,
+            max_norm=max_norm, state_dtype=state_dtype, seed=seed, low_gradients=low_gradients, compiled=compiled,
             stochastic_rounding=stochastic_rounding,
-        )
+        )  # fmt: skip

@@ -108,6 +108,7 @@ class SGD(OnePass, torch.optim.SGD):
                 "stochastic_rounding=True does not round updates by sparse gradients: give these parameters to an "
                 "optimizer of their own, or make the embedding with sparse=False"
             )
+        # One count of the rounding for the whole step, however many launches it takes.
         formula = SgdFormula(group, self._rounding_of(group))
         if sparse:
             self._update_sparse(group, sparse, step)
@@ -135,6 +136,7 @@ class SGD(OnePass, torch.optim.SGD):
         # torch's implementation for single tensors knows no flag.
         if step.found_inf is not None and step.found_inf.item():
             return
+        # It sets the buffers of a first step in the list, from where they go back into the state.
         owners = [owner for owner, _ in pairs]
         buffers = [self.state[owner].get("momentum_buffer") for owner in owners]
         grads = [gradient if step.divisor is None else gradient / step.divisor for _, gradient in pairs]

@@ -33,6 +33,7 @@ class ShadowCopies:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         known = stores()
         self._owners = [*parameters] if known else []
+        # Most models know none of an optimizer's parameters: asked by ids before any list is made.
         ids = {*map(id, self._owners)}
         self._stores = [store for store in known if store.knows_any(ids)]
         self._by_store: list[tuple[ShadowStore, list[Tensor], list[Tensor]]] = []
@@ -79,7 +80,8 @@ class ShadowCopies:
                 targets, sources = [s for s, _ in copies], [p for _, p in copies]
             if targets:
                 foreach_copy_(targets, sources)
-            if written:  # autograd reports a step between forward and backward by it, and a kernel bumps none
+            # Autograd reports a step between forward and backward by versions, and a kernel bumps none.
+            if written:
                 torch.autograd.graph.increment_version(written)
             store.note_written(owners)
 
@@ -107,6 +109,7 @@ def ask_for_low_gradients(parameters: Iterable[Tensor], how: str) -> Wishes:
     Raises:
         ValueError: DTensors, which have no persistent shadow.
     """
+    # Gathered from shards at each forward, their low copies have no edge that could leave a gradient low.
     parameters = [*parameters]
     dtensor = dtensor_type()
     if dtensor is not None and any(isinstance(parameter, dtensor) for parameter in parameters):
@@ -124,6 +127,7 @@ def ask_for_low_gradients(parameters: Iterable[Tensor], how: str) -> Wishes:
 
 def end_low_gradients(parameters: Iterable[Tensor]) -> int:
     """Unmark parameters, whoever marked them, and cast their gradients to FP32; return how many were marked."""
+    # Shadows are forgotten, since their edges would go on giving low gradients.
     changed = widened(parameters, how=("step", "accumulate"))
     for store in stores() if changed else ():
         store.forget(changed)
@@ -138,6 +142,7 @@ def _watch_other_optimizers() -> None:
     """
 
     def about_to_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        # Ours read low gradients. A warning, not an error: the step is right, in FP32 from here on.
         if getattr(optimizer, "writes_shadows", False):
             return
         low = [p for p in parameters_of(optimizer) if p.grad is not None and p.grad.dtype is not p.dtype]

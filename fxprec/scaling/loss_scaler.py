@@ -139,6 +139,7 @@ class LossScaler(torch.amp.GradScaler):
         factors = growth_factor, backoff_factor
         rule = UpdateRule(*factors, growth_interval, hysteresis, consecutive_hysteresis, min_scale, max_scale)
         self._scales = Scales(init_scale, rule, dynamic, num_losses)  # which checks all of them
+        # Numbers are checked where the scales are made; the rest is words.
         if on_floor not in ("raise", "warn", None):
             raise LossScaleError(f"on_floor must be one of 'raise', 'warn', None, not {on_floor!r}")
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
@@ -226,6 +227,7 @@ class LossScaler(torch.amp.GradScaler):
             return
         self._check_scale_growth_tracker("unscale_")
         records = self._records
+        # The stage alone tells a second unscale, which would divide by the scale twice.
         state = records.state_of(optimizer, "unscale_")
         if state.stage is OptState.UNSCALED:
             raise RuntimeError(
@@ -235,6 +237,7 @@ class LossScaler(torch.amp.GradScaler):
         if state.stage is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step(). Call it between backward() and step()")
         self._require_scaled("unscale_")
+        # Gradients that a block left scaled have that loss's scale; those of ``scale`` the first one's.
         loss_id = state.delayed or 0
         scale = self._scales.of(loss_id)
         # As torch: FP32 division can be imprecise for certain compile options.
@@ -283,6 +286,7 @@ class LossScaler(torch.amp.GradScaler):
                 "step() has already been called since the last update(). Call scaler.update() once at the end of every "
                 "iteration"
             )
+        # A block with ``delay_unscale`` left this to the step.
         self._require_scaled("step")
         if state.delayed is not None:
             self.unscale_(optimizer)
@@ -315,6 +319,7 @@ class LossScaler(torch.amp.GradScaler):
         if not on_device and any(flag.item() for flag in found.values()):
             records.skips.note_skip(optimizer, self.parameter_names(optimizer))
         else:
+            # What the optimizer still has to divide by: nothing, where ``unscale_`` was called.
             scale = self._scales.first
             left = None if state.stage is OptState.UNSCALED else scale
             flag = combined_flag(found.values(), scale.device)
@@ -342,6 +347,7 @@ class LossScaler(torch.amp.GradScaler):
             return
         records = self._records
         self._check_scale_growth_tracker("update")
+        # Gradients that are there would be unscaled by another scale than they have.
         if any(state.holds_scaled for state in records.states.values()):
             raise RuntimeError(
                 "update() within scale_loss, or gradients of scale_loss(..., delay_unscale=True) are still scaled, and "
@@ -380,6 +386,7 @@ class LossScaler(torch.amp.GradScaler):
     def _end_iteration(self) -> None:
         records = self._records
         self._drop_iteration()
+        # After the iteration is dropped: an error leaves the scaler ready for the next one.
         fallen = records.floor.fallen(self._scales.rule.backoff_factor)
         known = [observer.after_update(fallen) for observer in self._observers]
         if fallen and records.on_floor is not None:
@@ -511,12 +518,14 @@ class LossScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return {}
+        # Under a key of its own, which torch's scaler does not read.
         extra = {
             "losses": self._scales.saved(),
             "skipped_steps": self.skipped_steps,
             "scaled": self._records.scaled,
             "blocks": self._records.saved_blocks(),
         }
+        # Left out where there are none, so that most states are the same with and without the option.
         if self.steps_without_gradients:
             extra["steps_without_gradients"] = self.steps_without_gradients
         return {**super().state_dict(), "fxprec": extra}
@@ -568,6 +577,7 @@ class LossScaler(torch.amp.GradScaler):
         Raises:
             AssertionError: within one. TypeError: a process group, which only this process knows.
         """
+        # A group is a handle of this process; between two iterations no state of an optimizer is kept.
         if self._checks.process_group is not None:
             raise TypeError("a LossScaler with a process_group cannot be pickled or copied: save its state_dict()")
         if self._records.states:
@@ -614,6 +624,7 @@ class LossScaler(torch.amp.GradScaler):
     def _scale_loss(
         self, loss: Any, optimizers: Optimizer | Iterable[Optimizer], loss_id: int, delay_unscale: bool
     ) -> Iterator[Any]:
+        # All refusals come before the loss is scaled, whose graph would be spent.
         owners = owners_of(optimizers)
         refuse_loss(self._records, owners, loss_id)
         result = self._scaled(loss_id, loss)
@@ -651,6 +662,7 @@ def make_scaler(argument: object, dtype: torch.dtype, level: Level, device: str)
             "float16 on CUDA was asked for, and torch sees no CUDA device: the gradients would not be scaled. "
             "Check the driver and the build of torch, or convert on the CPU"
         )
+    # At O3 parameters themselves are float16, and so are their gradients: a static scale of 1 is what apex has there.
     fp16_gradients = level == "O3" and dtype is torch.float16
     if argument is None and level == "O3":
         argument = 1.0

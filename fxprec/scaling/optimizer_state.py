@@ -235,6 +235,7 @@ class Records:
         if all(parameter.grad is None for parameter in parameters_of(optimizer)):
             return
         state.block, state.delayed = Block.CLOSED, block["delayed"]
+        # Flags as they were: an overflow before the checkpoint still skips the step after it.
         if state.delayed is None:
             state.stage = OptState.UNSCALED
         device = self.scales.first.device

@@ -107,6 +107,7 @@ class LossScale:
     def fell_to(self, floor: float, found_inf: Tensor, rule: UpdateRule) -> Tensor:
         """Return 1.0 after an overflow that leaves the scale at the floor, unless hysteresis tolerates it; else 0.0."""
         assert self.scale is not None and self.hysteresis_left is not None
+        # Compared after the update: an overflow at the floor leaves the scale there, too.
         hit = (found_inf > 0) & (self.scale <= floor)
         return (hit & (self.hysteresis_left <= 0) if rule.hysteresis > 1 else hit).float()
 
@@ -314,7 +315,7 @@ def checked_new_scale(value: Any, device: str) -> float:
                 f"one of shape {tuple(value.shape)} on {value.device.type!r}"
                 + (" that requires grad" if value.requires_grad else "")
             )
-        value = value.item()
+        value = value.item()  # torch's scaler takes a tensor, too
     return checked_scale("the new scale", value)
 
 
@@ -353,6 +354,7 @@ def _states_of_losses(state: Mapping[str, Any], num_losses: int) -> list[dict[st
     extra = state.get("fxprec")
     if extra is None:  # torch's
         return [first] * num_losses
+    # A file is anybody's: each level of it is checked before it is read.
     if not isinstance(extra, Mapping) or not isinstance(extra.get("losses"), list):
         raise RuntimeError("the scaler's state lacks the list 'losses' under 'fxprec'")
     checked_count("the saved skipped_steps", extra.get("skipped_steps", 0))

@@ -49,6 +49,7 @@ def _takes_scaler(optimizer: type[Optimizer]) -> bool:
 
 def is_plain_step(optimizer: Optimizer) -> bool:
     """Return whether ``step`` is its class's, perhaps wrapped by torch's lr schedulers. (Others copy their mark.)"""
+    # Whoever wraps a step sets it on the instance: Accelerate does, to see whether it runs.
     step: Any = optimizer.__dict__.get("step")
     return step is None or (is_wrapped_by_scheduler(step) and step.__wrapped__ is type(optimizer).step)
 
@@ -147,6 +148,7 @@ class Skips:
 
     def note_skip(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         """Note a step that the host knows to have been skipped: and where, before the gradients go."""
+        # Several optimizers of one iteration may overflow; the first of them forgets the iteration before.
         first = not any(flag is True for flag in self._last) or not self._open
         self._append(True)
         self._known += 1

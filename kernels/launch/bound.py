@@ -55,6 +55,7 @@ class Bound:
         key = tuple(kinds)
         launch = None if bits & 15 else self._known.get(key)
         if launch is None or index != torch.cuda.current_device():
+            # Through Triton: the first time, on another device than the current one, and for unaligned addresses.
             with on_device(first.device):
                 compiled = self._kernel[self._grid](*given, *self._rest, **self._options)
             if index >= 0 and not interpreting() and not bits & 15:

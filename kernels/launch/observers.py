@@ -44,6 +44,7 @@ class Interceptor:
 
 def tracing_mode() -> object | None:
     """Return torch's active tracing or fake mode, or None. A persistent tensor would enter its graph as a constant."""
+    # As a rule no mode is on, which one number tells.
     if dispatch_modes():
         for key in _TRACING:
             if (mode := current_dispatch_mode(key)) is not None:
@@ -72,6 +73,7 @@ def watcher(*asked: Interceptor) -> Interceptor | None:
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
     """Suspend this thread's dispatch modes and ``torch.jit.trace``: a capture inside is no part of what they record."""
+    # torch.jit.trace is no dispatch mode: it has a state of its own.
     state = jit_tracing_state()
     with disable_current_modes():
         set_jit_tracing_state(None)

@@ -43,6 +43,7 @@ def keep_tile(seed, rows, columns, start, THRESHOLD: constexpr, BLOCK: constexpr
     [R, BLOCK].
     """
     pitch = (columns + 3) // 4
+    # 64 bits: a tensor may have more than 2**32 quads.
     quads = rows.to(tl.int64)[:, None] * pitch + (start // 4 + tl.arange(0, BLOCK // 4))[None, :]
     zero = (quads * 0).to(tl.int32)
     w0, w1, w2, w3 = tl.philox(seed, quads.to(tl.int32), (quads >> 32).to(tl.int32), zero, zero)

@@ -101,6 +101,7 @@ def adam_block(
             p = p * decay
         else:
             g = tl.fma(p, weight_decay, g)
+    # The forms in which torch's kernel rounds: any other one would differ in last bits.
     m = tl.fma(lerp_weight, g - m, g if FROM_GRADIENT else m)
     v = tl.fma(one_minus_beta2 * g, g, v * beta2)
     if STOCHASTIC:
@@ -151,6 +152,7 @@ def adam_chunk(
         shadow = elements_at(shadow_address, start, SHADOW_DTYPE, WRITTEN_ALIGNED)
     # Random bits depend on the tensor's number and the element, not on how tensors are cut into chunks.
     index = tl.load(entry + INDEX)
+    # Whole blocks go without a mask, so that their accesses are wide.
     whole = length // BLOCK * BLOCK
     for first in range(0, whole, BLOCK):
         adam_block(
@@ -260,6 +262,7 @@ def launch(
     plan, tables = gradients.plan, gradients.tables
     for name, scalar in (("grad_scale", grad_scale), ("found_inf", found_inf)):
         check_scalar(name, scalar, plan.device)
+    # No parameter has a gradient: then there is no dtype to compile for.
     if gradients.dtype is None:
         return
     pointer, rate = device_rate(lr, plan.device)
@@ -284,6 +287,7 @@ def split(value: float) -> tuple[float, float]:
 
     A double beyond FP32's range becomes (inf, 0).
     """
+    # The rest of an infinite high part would be nan.
     high = float32(value)
     return high, float32(value - high) if math.isfinite(high) else 0.0
 

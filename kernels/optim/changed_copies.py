@@ -46,6 +46,7 @@ def look_kernel(addresses, places, values, changed, count, NOTE_ONLY: constexpr,
     address = tl.load(addresses + element, mask=inside, other=0)
     now = tl.load(address.to(tl.pointer_type(tl.int32)), mask=inside, other=0)
     place = values + tl.load(places + element, mask=inside, other=0)
+    # Samples are noted without a comparison where the copies were just made.
     if not NOTE_ONLY:
         noted = tl.load(place, mask=inside, other=0)
         if tl.max((inside & (now != noted)).to(tl.int32)) != 0:
@@ -101,6 +102,7 @@ class ChangedCopies:
         bound = self._plan.bind([None] * len(weights))
         self._tables, self._aligned = bound.tables, bound.aligned
         device, width = self._plan.device, len(addresses[0])
+        # The noted values of a weight are one row, wherever the weight stands among these.
         places = [row * width + column for row in rows for column in range(width)]
         self._addresses = sent_to(int64_table([*chain.from_iterable(addresses)]), device)
         self._places = sent_to(int64_table(places).int(), device)

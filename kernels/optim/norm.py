@@ -77,6 +77,7 @@ def norm_kernel(
         total, bad = chunk_squares(address, start, length, factor, GRADIENT, True, BLOCK)
     else:
         total, bad = chunk_squares(address, start, length, factor, GRADIENT, False, BLOCK)
+    # Each program has its own place, and launch two adds up in order.
     program = tl.program_id(0)
     tl.store(sums + program, total)
     tl.store(flags + program, bad)
@@ -112,6 +113,7 @@ def launch(gradients: Gradients, *, grad_scale: Tensor | None = None) -> NormRes
     """
     plan, tables = gradients.plan, gradients.tables
     check_scalar("grad_scale", grad_scale, plan.device)
+    # Fresh memory each time: results of an earlier step may still be read.
     count = len(tables.chunks)
     sums = torch.empty(count, dtype=torch.float32, device=plan.device)
     flags = torch.empty(count, dtype=torch.int32, device=plan.device)

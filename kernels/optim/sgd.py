@@ -102,6 +102,7 @@ def sgd_chunk(
     """Update a chunk of a tensor. ALIGNED: the addresses of the gradient, of all written tensors, divide by 16."""
     gradient = elements_at(address, start, GRADIENT_DTYPE, GRADIENT_ALIGNED)
     param = elements_at(tl.load(entry + PARAM), start, PARAM_DTYPE, WRITTEN_ALIGNED)
+    # Any pointer, where there is no momentum: a kernel compiled without states never uses it.
     buffer = param
     if STATE_DTYPE is not None:
         buffer = elements_at(tl.load(entry + STATE), start, STATE_DTYPE, WRITTEN_ALIGNED)
@@ -112,6 +113,7 @@ def sgd_chunk(
         shadow_address = tl.load(entry + SHADOW)
         has_shadow = shadow_address != 0
         shadow = elements_at(shadow_address, start, SHADOW_DTYPE, WRITTEN_ALIGNED)
+    # Whole blocks go without a mask, so that their accesses are wide.
     whole = length // BLOCK * BLOCK
     for first in range(0, whole, BLOCK):
         sgd_block(
@@ -141,6 +143,7 @@ def sgd_kernel(
     (None: none), written. All arithmetic is fp32.
     grad_scale, found_inf: fp32 [1] or None; lr: fp32 or fp64 [1], or None, where lr_value stands for it.
     """
+    # Read on the device: the host does not wait to learn whether the step is skipped.
     if found_inf is not None:
         if tl.load(found_inf) != 0.0:
             return
@@ -206,6 +209,7 @@ def launch(
     plan, tables = gradients.plan, gradients.tables
     for name, scalar in (("grad_scale", grad_scale), ("found_inf", found_inf)):
         check_scalar(name, scalar, plan.device)
+    # No parameter has a gradient: then there is no dtype to compile for.
     if gradients.dtype is None:
         return
     pointer, rate = device_rate(lr, plan.device)

@@ -17,7 +17,7 @@ one result of a kernel to another, and a user may ask for the gradient of what w
 
 Whether a region is worth a kernel goes by its sizes on a GPU, where one of few elements is left to torch
 (``kernels/calls/sizes.py`` says why), and by its ops on a CPU. Compiled loops take row operations that torch runs in
-several kernels; a call, whose sizes are known, prices its region and decides (``kernels/rows/run/gains.py``). What
+several kernels; a call, whose sizes are known, prices its region and decides (``kernels/rows/program/prices.py``). What
 follows a convolution or a batch norm, or a sum of it, is not taken: at ``freeze`` oneDNN takes sums and activations
 into its convolutions, and in training norms stand between. A dropout is not taken either, since its random numbers are
 torch's.

@@ -11,6 +11,7 @@ def exp(x):
     product = x * 1.44269502
     rest = tl.fma(x, 1.44269502, -product) + x * 1.925963e-8  # what its rounding lost, and what log2(e) has beyond FP32
     power = tl.exp2(product)
+    # Near the ends of FP32's range the correction is inf - inf, or lost among subnormals: there exp2 serves alone.
     return tl.where(tl.abs(product) < 126.0, power + power * (rest * 0.6931472), power)
 
 
@@ -28,6 +29,7 @@ def expm1(x):
     """Return exp(x) - 1, fp32 -> fp32, in Kahan's form, which is exact near 0."""
     u = exp(x)
     shifted = u - 1.0
+    # Kahan: the errors of u - 1 and of log(u) cancel. Where u is 1 the quotient would be 0 / 0, and x is the result.
     exact = tl.where(shifted == 0.0, 1.0, shifted)
     logarithm = tl.log(tl.where(u == 1.0, 2.0, u))
     small = exact * (x / logarithm)

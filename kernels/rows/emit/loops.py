@@ -56,6 +56,7 @@ def emit_loops(
     Raises:
         Declined: loops do not support the program.
     """
+    # Numbers in place of names that the model gave: equal layers then have the same source.
     check(program)
     short = {name: f"stride_{number}" for number, name in enumerate(strides)}
     w = _Writer(program, flat, [_renamed(a, short) for a in loads], [_renamed(a, short) for a in stores], dimensions)
@@ -119,12 +120,7 @@ class _Writer:
         }
         walked = [(s, access) for s, access in zip(program.stores, stores, strict=True) if not s.partial]
         self._stores = [(store, f"out_{n}", access) for n, (store, access) in enumerate(walked)]
-        self._partials: list[tuple[Store, int]] = []
-        width = 0
-        for store in program.stores:
-            if store.partial:
-                self._partials.append((store, width))
-                width += program.columns if store.columns else 1
+        self._partials = program.partials
         self.pointers = [(name, f"const {_TYPES[dtype]}") for name, _, dtype in self._loads.values()]
         self.pointers += [(name, _TYPES[store.dtype]) for store, name, _ in self._stores]
         self._levels = program.levels
@@ -140,12 +136,14 @@ class _Writer:
         """Write the body of one task: its columns in a flat program, else its rows."""
         over, width = "columns" if self._flat else "rows", self._program.partial_width
         self.line(f"const int64_t begin = {over} * task / tasks, end = {over} * (task + 1) / tasks;")
+        # Memory for one row of each kept value, which all rows of the task use in turn.
         for value in self._kept:
             self.line(f"const Row row_of_{value.number}(columns);")
             self.line(f"float* const kept_{value.number} = row_of_{value.number}.data;")
         if width:
             self.line(f"float* const mine = partials + task * {width};")
             self.line(f"memset(mine, 0, {width} * sizeof(float));")
+        # A flat program has no rows: the task is a run of columns.
         if self._flat:
             self._compute(value for value in self._program.values if not value.columns)
             self._store_columns("begin", "end")
@@ -172,6 +170,7 @@ class _Writer:
         for value, name in names.items():
             self.line(f"float {name} = {_NEUTRAL[value.op]};")
         clauses = " ".join(f"reduction({_REDUCTIONS[value.op]} : {name})" for value, name in names.items())
+        # Lanes add up apart, in an order that the width fixes: sums have the same bits on any processor.
         self.line(f"#pragma omp simd simdlen({_AT_ONCE}) {clauses}")
         with self._columns("0", "columns"):
             self._compute(arguments)
@@ -255,6 +254,7 @@ class _Writer:
         """Return the name of a value, or a number as a C++ literal."""
         if isinstance(operand, Value):
             return self._names[operand]
+        # C++ has no literals for these, and a double beyond FP32's range is an infinity in FP32.
         number = float(operand)
         if math.isnan(number):
             return "NAN"
@@ -273,6 +273,7 @@ class _Writer:
         elif value in self._filled:
             expression = f"kept_{value.number}[column]"
         else:
+            # The first loop over the columns that needs a kept value stores it for the others.
             expression = self._expression(value)
             if value in self._kept:
                 self._filled.add(value)

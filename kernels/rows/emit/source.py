@@ -107,6 +107,7 @@ def emit(
         long_rows(w)
     else:
         _tiles(w)
+    # In the order in which a launch gives them: tensors, seeds, partials, then numbers.
     draws = any(value.op == "keep" for value in program.values)
     arguments = [pointer for pointer, _ in (*w.loads.values(), *(place for _, place in w.stores))]
     arguments += ["seeds", "seed"] if draws else []

@@ -40,12 +40,7 @@ class Writer:
         # An output in FP32 shows errors that a rounding to low hides.
         self._exact = any(store.dtype is torch.float32 and store.rows and store.columns for store in program.stores)
         self._decisive = program.decisive
-        self.partials: list[tuple[Store, int]] = []
-        self.width = 0
-        for store in program.stores:
-            if store.partial:
-                self.partials.append((store, self.width))
-                self.width += program.columns if store.columns else 1
+        self.partials, self.width = program.partials, program.partial_width
         self.lines: list[str] = []
         self.suffix = ""
         self._names: dict[Value, str] = {}

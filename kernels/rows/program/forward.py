@@ -75,6 +75,7 @@ def forward(
             continue
         own, dtype = tuple(node.meta["shape"]), node.meta["torch_dtype"]
         if node.op == "placeholder":
+            # FP32 would round these, where torch computes in them.
             if dtype in (torch.float64, torch.complex64, torch.complex128):
                 raise Declined(f"{dtype} values")
             found = port(own, dtype)
@@ -131,6 +132,7 @@ def _dropout(b: Builder, args: Any, kwargs: Any, shape: tuple[int, ...], seeds: 
 
 
 def _output(node: Node, term: RowTerm, port: Callable[[Sequence[int], torch.dtype], Port], reduced: int) -> Store:
+    # What varies along some rows only would be written by several programs at once.
     dtype = node.meta["torch_dtype"]
     if dtype not in _COMPUTED:
         raise Declined(f"an output of {dtype}")

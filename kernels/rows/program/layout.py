@@ -89,6 +89,7 @@ class Layout:
         def extent(dims: tuple[int, ...]) -> int:
             return math.prod(self.shape[d] for d in dims) if any(x.shape[d] != 1 for d in dims) else 1
 
+        # Expanded along all rows or none: a kernel has one stride for what was merged.
         shape = [1] * rank
         for dims in (self.row_dims, self.column_dims):
             if extent(dims) != 1 or any(x.shape[d] != 1 for d in dims):
@@ -155,6 +156,7 @@ def place(layout: Layout, shape: Sequence[int], strides: Sequence[int]) -> tuple
         Declined: columns of several dimensions that this tensor does not walk with one stride.
     """
     own = _broadcast(tuple(shape), tuple(strides), layout.shape)
+    # The kernel walks all columns by one stride, whatever dimensions they are.
     columns = layout.column_dims
     for outer, inner in itertools.pairwise(columns):
         if not _merge(own, outer, inner, layout.shape):
@@ -185,6 +187,7 @@ def merged(layout: Layout, places: Sequence[tuple[list[int], int]]) -> tuple[tup
 
 def dense_strides(layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a tensor without gaps whose dimensions lie in the layout's order."""
+    # Dimensions that the layout does not order have size 1: their strides are read by nobody.
     offset = len(layout.shape) - len(shape)
     order = [d - offset for d in (*layout.row_dims, *layout.column_dims) if d >= offset]
     order = [d for d in range(len(shape)) if d not in order] + order

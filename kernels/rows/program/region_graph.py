@@ -36,6 +36,7 @@ def is_inserted(node: Node) -> bool:
 
 def structure_of(gm: GraphModule) -> str:
     """Return a text that is equal for graphs that compute the same from their inputs."""
+    # Kept with the graph, which does not change once it is a region: every plan of every copy asks.
     known = gm.meta.get("structure")
     if known is None:
         known = gm.meta["structure"] = "\n".join(_lines(gm))
@@ -48,6 +49,7 @@ def _lines(gm: GraphModule) -> list[str]:
     for node in gm.graph.nodes:
         numbers[node] = f"%{len(numbers)}"
 
+        # Names of nodes differ between equal layers, numbers do not.
         def number(argument: Node) -> Any:
             return _Name(numbers[argument])
 

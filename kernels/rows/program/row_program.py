@@ -112,6 +112,16 @@ class RowProgram:
         return [value for value in self.values if value.op in DECIDING and value not in loaded]
 
     @property
+    def partials(self) -> list[tuple[Store, int]]:
+        """Column partials, each with its first column in the row of ``partial_width`` numbers that a program writes."""
+        found, width = [], 0
+        for store in self.stores:
+            if store.partial:
+                found.append((store, width))
+                width += self.columns if store.columns else 1
+        return found
+
+    @property
     def partial_width(self) -> int:
         """Number of columns of all column partials together; 0 without any."""
         return sum(self.columns if store.columns else 1 for store in self.stores if store.partial)
@@ -157,6 +167,7 @@ class Forward:
 
     def with_statistics(self, values: Sequence[Value]) -> RowProgram:
         """Return the program extended by the stores of these row statistics."""
+        # After the outputs, so that a launch without a backward leaves them out.
         stores = (*self.outputs, *(Store(v, torch.float32, v.rows, False) for v in values))
         return replace(self.program, stores=stores)
 

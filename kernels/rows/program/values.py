@@ -101,6 +101,7 @@ class Builder:
 
     def __call__(self, op: str, *args: Operand) -> Value:
         """Apply ``op`` to the arguments, numbers and values, after converting them to the kind that it takes."""
+        # As torch does: bools take part in arithmetic as 0 and 1, numbers in logic as "is not 0".
         if op in _LOGICAL:
             args = tuple(map(self.truth, args))
         elif op == "where":
@@ -151,9 +152,11 @@ class Builder:
         kind: Kind,
         extent: tuple[bool, bool] | None = None,
     ) -> Value:
+        # Numbers by their text, which tells -0.0 from 0.0, and one nan equals another.
         key = (op, tuple(id(a) if isinstance(a, Value) else ("number", repr(a)) for a in args), attribute)
         known = self._known.get(key)
         if known is None:
+            # A result varies along whatever one of its operands does; a reduction no longer along the columns.
             if extent is None:
                 values = [a for a in args if isinstance(a, Value)]
                 extent = (any(v.rows for v in values), op not in REDUCTIONS and any(v.columns for v in values))
@@ -211,6 +214,7 @@ class TermBuilder:
 
     def __call__(self, op: str, *args: Any) -> RowTerm:
         terms = [a for a in args if isinstance(a, RowTerm)]
+        # Mostly all are equal: torch is asked only where they are not.
         shapes = [a.shape for a in terms]
         shape = shapes[0] if all(s == shapes[0] for s in shapes) else tuple(torch.broadcast_shapes(*shapes))
         dropped = any(a.dropped and a.shape for a in terms)
@@ -225,6 +229,7 @@ class TermBuilder:
         rank, dims = len(x.shape), self._dims(x, dim)
         if len(dims) != self.reduced or rank < len(dims) or x.dropped:
             raise Declined(f"a reduction over other dimensions than the last {self.reduced}")
+        # Over one element a reduction is the value itself.
         value = x.value
         if math.prod(x.shape[rank - self.reduced :]) != 1:
             value = self.b.mean(value) if op == "mean" else self.b.reduce(op, value)

@@ -112,6 +112,7 @@ def _derived(
 
 def _derive(gm: GraphModule, inputs: Sequence[Spec], layout: Layout, reduced: int, alike: tuple[int, ...]) -> Derived:
     fw = forward(gm, layout.shape, reduced, lambda shape, dtype: _port(shape, dtype, layout), layout.columns)
+    # Integers and bools have no gradients, whatever autograd was asked for.
     wanted = [n for n, spec in enumerate(inputs) if spec.wanted and spec.dtype.is_floating_point]
     differentiable = [n for n, output in enumerate(fw.outputs) if output.dtype.is_floating_point]
     if not wanted or not differentiable:

@@ -38,6 +38,7 @@ def evaluate(
     for (value, port), tensor in zip(program.loads, tensors, strict=True):
         seen = layout.two_dimensional(tensor)
         known[value] = seen.to(dtype) if port.dtype.is_floating_point else seen
+    # Arguments come first in a walk, so each is known when its result is computed.
     roots = [store.value for store in program.stores if isinstance(store.value, Value)]
     for value in walk(roots, known.__contains__):
         if value not in known:
@@ -124,6 +125,7 @@ def eager_backward(
     gradients = []
     for n, slot, finish in zip(bw.wanted, bw.stored_in, plan.finishes, strict=True):
         spec, gradient, store = plan.inputs[n], found[slot], bw.program.stores[slot]
+        # A sum over all rows is done already; any other gradient is summed to the input's shape here.
         if store.partial:
             gradient = finish.shaped(gradient.reshape(-1))
         else:

@@ -68,6 +68,7 @@ class Launch:
             assert seeds is not None
             pointers.append(seeds)
             arguments[len(tensors) : len(tensors)] = (seeds, seed)
+        # Compiled kernels are loaded on one device.
         index = tensors[0].get_device()
         compiled = self._compiled.get(index)
         bits = 0
@@ -104,6 +105,7 @@ class Launch:
 @functools.cache
 def built(name: str, source: str) -> Any:
     """Build the Triton kernel of a source, which ``linecache`` keeps: Triton reads a function's source text."""
+    # A name of its own for each: linecache would give another kernel's text for the same one.
     filename = f"<fxprec row program {next(_COUNT)}: {name}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     scope: dict[str, Any] = {"__name__": f"fxprec.kernels.rows.{name}"}

@@ -48,6 +48,7 @@ class Loops:
     def __call__(self, tensors: Sequence[Tensor], seeds: Tensor | None, seed: int, partials: Tensor | None) -> None:
         """Run with torch's number of threads. ``tensors``: loads, then stores. Loops have no dropout, so no seeds."""
         function = self._function or self._compiled()
+        # Arrays live to the end of the call, and the function keeps none of the addresses.
         pointers = (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
         sums = None if partials is None else partials.data_ptr()
         function(pointers, self._numbers, sums, self.tasks, torch.get_num_threads())
@@ -60,6 +61,7 @@ class Loops:
     def run_of(self, stores: Sequence[Spec], single: bool) -> Run:
         """Return a function from the loaded tensors to the stored ones; ``single``: to the only one, not in a tuple."""
         function, numbers, tasks = self._function or self._compiled(), self._numbers, self.tasks
+        # What does not depend on the call is looked up once: between small loops Python is what takes time.
         array = ctypes.c_void_p * self.tensors
         makings = [(spec.shape, spec.strides, spec.dtype) for spec in stores]
 

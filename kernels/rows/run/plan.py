@@ -74,6 +74,7 @@ def finishes(
             plain = shape is None and len(spec.shape) == 1
             found.append(Finish(spec, True, numbers[slot], plain, shape, order))
         else:
+            # Stored in full in FP32, and summed over the row dimensions that the input lacks.
             padded = (1,) * (len(given.shape) - len(spec.shape)) + spec.shape
             summed = tuple(d for d, size in enumerate(given.shape) if padded[d] == 1 != size)
             found.append(Finish(spec, False, numbers[slot], given.shape == spec.shape, summed=summed))
@@ -216,6 +217,7 @@ class RegionPlan:
         Args:
             cotangents: one for each output; copied if its strides or dtype differ.
         """
+        # Autograd hands on what the next layer's backward made: expanded, transposed, or of a wider dtype.
         pairs = [(cotangents[n], self.outputs[n]) for n in self.backward_program.cotangents]
         return [
             x if x.stride() == spec.strides and x.dtype is spec.dtype else spec.empty(x.device).copy_(x)
@@ -271,6 +273,7 @@ class RegionPlan:
     def backward_launch(self) -> Launch | Loops:
         """Launch of the backward."""
         bw = self.backward_program
+        # In the order of the program's loads: what the forward saved, then the gradients of outputs.
         read = [*(self.saved(kind, n) for kind, n in bw.saved)]
         read += [(f"grad_{self.output_names[n]}", self.outputs[n]) for n in bw.cotangents]
         write = [(f"grad_{self.input_names[n]}", spec) for n, spec in zip(bw.owners, self.gradients, strict=True)]
@@ -284,6 +287,7 @@ class RegionPlan:
 
     def _forward_launch(self, kind: str, program: RowProgram, stores: Sequence[Spec]) -> Launch | Loops:
         names = [*self.output_names, *(f"statistic_{n}" for n in range(len(self.statistics)))]
+        # There may be more names than stores: an inference stores no statistics.
         read = [*zip(self.input_names, self.inputs, strict=True)]
         return self._prepared(kind, self.name, program, read, [*zip(names, stores, strict=False)])
 
@@ -292,6 +296,7 @@ class RegionPlan:
         read: Sequence[tuple[str, Spec]], write: Sequence[tuple[str, Spec | None]],
     ) -> Launch | Loops:  # fmt: skip
         def placed(spec: Spec) -> tuple[list[int], int]:
+            # The layout counts dimensions from the end, so those that a reduction took are put back, of size 1.
             lacking = spec.dropped
             return place(self.layout, spec.shape + (1,) * lacking, spec.strides + (0,) * lacking)
 

@@ -121,6 +121,7 @@ class FusedRegion(RegionModule):
 
         It is None before the first such call, under a tracer, and where a gradient is wanted.
         """
+        # Dropouts draw seeds at each call, and a Triton launch needs no shorter way.
         plan = self._plans.get(_key(inputs, torch.is_grad_enabled()))
         if plan is None or self.draws or self.kernels != "loops" or _watcher(inputs):
             return None
@@ -213,6 +214,7 @@ class FusedRegion(RegionModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedRegion:
         import copy
 
+        # Plans hold launches of this process, and are made again by the copy's first call.
         graph_module = copy.deepcopy(self.graph_module, memo)
         return FusedRegion(self.name, graph_module, self.draws, self.seed, self.kernels, self.prices)
 
@@ -264,6 +266,7 @@ class _Run(torch.autograd.Function):
     def forward(
         ctx: Any, region: FusedRegion, plan: RegionPlan, seeds: Tensor | None, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
+        # The kernel that stores the statistics as well: a backward will follow.
         made = plan.launch_forward(inputs, seeds, region.seed, True)
         there = (*inputs, *made)
         ctx.save_for_backward(*[there[place] for place in plan.kept])
