@@ -54,7 +54,7 @@ class WholeGraph:
 
     @cached_property
     def returned(self) -> set[Node]:
-        """What is returned with a gradient: others read it as it is returned, never what it was cast from."""
+        """Values that are returned with a gradient: others read them as they are returned, never before a cast."""
         return returned_with_gradient(self.graph, self.context.gradients)
 
     @cached_property
