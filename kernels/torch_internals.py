@@ -109,9 +109,9 @@ def is_fx_tracing() -> bool:
     return _symbolic_trace._is_fx_tracing_flag if _fx_tracing is None else _fx_tracing()
 
 
-def forward_ad_level() -> int:
-    """Return the level of forward-mode differentiation; negative: none is active."""
-    return forward_ad._current_level
+def forward_ad_is_on() -> bool:
+    """Return whether forward-mode differentiation is active."""
+    return forward_ad._current_level >= 0
 
 
 def keeps_graph() -> bool:

@@ -46,11 +46,13 @@ def layer_norm(x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor 
         return F.layer_norm(x, shape, weight, bias, eps)
     if watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is not None:
         return reference(x, weight, bias, shape, eps)
-    parameters = [each for each in (weight, bias) if each is not None]
-    plain = all(map(suits_loops, (x, *parameters))) and len({each.dtype for each in parameters}) == 1
-    if not plain or not any(each.requires_grad for each in parameters):
-        return F.layer_norm(x, shape, weight, bias, eps)
-    return _op(x, weight, bias, shape, eps)
+    # Asked at each call of each norm of a training step: without a loop over the two.
+    wanted = (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
+    one_dtype = weight is None or bias is None or weight.dtype == bias.dtype
+    if wanted and one_dtype and suits_loops(x):
+        if (weight is None or suits_loops(weight)) and (bias is None or suits_loops(bias)):
+            return _op(x, weight, bias, shape, eps)
+    return F.layer_norm(x, shape, weight, bias, eps)
 
 
 def reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int], eps: float) -> Tensor:

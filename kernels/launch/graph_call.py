@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,15 +30,18 @@ from fxprec.kernels.launch.operands import FLOATS
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_MAY_HOLD_PROXIES: Final = (Proxy, tuple, list, dict)
+
 
 def graph_call(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function one node of each trace whose values it is called with."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        tracer = tracer_of(args) or (tracer_of(kwargs) if kwargs else None)
-        if tracer is not None:
-            return tracer.create_proxy("call_function", call, args, kwargs)
+        for argument in (*args, *kwargs.values()) if kwargs else args:
+            # Asked of each argument of each call: only what may hold a proxy is worth a function call.
+            if isinstance(argument, _MAY_HOLD_PROXIES) and (tracer := tracer_of(argument)) is not None:
+                return tracer.create_proxy("call_function", call, args, kwargs)
         return function(*args, **kwargs)
 
     return call
@@ -63,7 +66,7 @@ def tracer_of(value: Any) -> Any:
     elif not isinstance(value, tuple | list):
         return None
     for part in value:  # dynamo of torch 2.11, in whose captures a graph module may be, cannot run `next((... := ...))`
-        if isinstance(part, Proxy | tuple | list | dict):
+        if isinstance(part, _MAY_HOLD_PROXIES):
             tracer = tracer_of(part)
             if tracer is not None:
                 return tracer

@@ -20,7 +20,7 @@ from fxprec.kernels.torch_internals import (
     current_dispatch_mode,
     disable_current_modes,
     dispatch_modes,
-    forward_ad_level,
+    forward_ad_is_on,
     function_transform_level,
     is_fx_tracing,
     jit_tracing_state,
@@ -54,7 +54,7 @@ def tracing_mode() -> object | None:
 
 COMPILER: Final = Interceptor("a compiler", torch.compiler.is_compiling)
 TRANSFORM: Final = Interceptor("a torch.func transform", function_transform_level)  # from 1; None: there is none
-DUAL: Final = Interceptor("forward-mode differentiation", lambda: forward_ad_level() >= 0)
+DUAL: Final = Interceptor("forward-mode differentiation", forward_ad_is_on)
 SCRIPT: Final = Interceptor("torch.jit.trace", jit_tracing_state)
 FX: Final = Interceptor("torch.fx.symbolic_trace", is_fx_tracing)
 TRACING: Final = Interceptor("a tracing mode", tracing_mode)
