@@ -6,27 +6,31 @@ import argparse
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
 
-from fxprec.command_line import calibrate
+from fxprec.command_line.output import STDOUT, Waiting, add_json, tell, writable
 from fxprec.command_line.target import Target, TargetError, load, told
-from fxprec.command_line.waiting import Waiting
-from fxprec.command_line.written import STDOUT, add_json, tell, writable
 from fxprec.convert import convert
+from fxprec.costs.calibration import calibrate
+from fxprec.costs.files import costs_of, path_of, write
 from fxprec.errors import FxprecError, FxprecWarning
 from fxprec.inspection.headline import Headline
 from fxprec.inspection.report import Report, report
+from fxprec.inspection.text import columns, plain, titled
+from fxprec.kernels.cpu.compiled_attention import why_not
 from fxprec.model.conversion import is_converted
 from fxprec.numerics.audit import audit
 from fxprec.numerics.locate import locate
 from fxprec.numerics.problem import Batch, Problem, under
 from fxprec.numerics.ranges import ranges
 from fxprec.numerics.tune import search
+from fxprec.passes.costs.device_costs import DeviceCosts, Work, time_text
+from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.policy.policy import Policy
 from fxprec.scaling.loss_scaler import LossScaler
 
@@ -158,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
     budget.add_argument("--time", type=float, metavar="T", help="a fraction of the time that the policy takes now")
     own.add_argument("--output", type=writable, metavar="FILE", help="write the policy there, as TOML")
     own.add_argument("--html", **{**page, "help": "write a page of the model under it, with what differs from before"})
-    calibrate.add_to(commands)
+    _add_calibrate(commands)
     return made
 
 
@@ -296,3 +300,74 @@ def _tune(options: argparse.Namespace, waiting: Waiting) -> int:
 def _write_page(path: Path, found: Report, **measured: Any) -> None:
     found.to_html(path, **measured)
     print(f"written to {path}", file=sys.stderr)
+
+
+_ABOUT: Final = """Measure what matrix products, convolutions, attention, casts and compiled loops take on this machine,
+and keep it for convert(..., lower="pays") and convert(..., fuse=True): some seconds, in which nothing else should run.
+A CPU is measured with the number of threads that torch takes; with another number it is another machine."""
+_MEASURED: Final = """Example:
+  python -m fxprec calibrate --threads 4
+
+Exit status: 0; 1: measured, and not written; 2: it cannot be done, with a line that says why."""
+
+
+def _add_calibrate(commands: Any) -> None:
+    """Add the command to a parser's."""
+    command = commands.add_parser(
+        "calibrate",
+        help="measure what lowering costs on this machine",
+        description=_ABOUT,
+        epilog=_MEASURED,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    command.add_argument("--threads", type=int, help="of torch's, on a CPU; default: as torch has it")
+    command.add_argument("--show", action="store_true", help="show the costs that serve now, and measure nothing")
+    command.add_argument("--output", type=Path, help="keep them there, and not where convert looks")
+    add_json(command)
+    command.add_argument("--quick", action="store_true", help="two sizes only, to try the command; wants --output")
+    command.set_defaults(run=_calibrate)
+
+
+def _calibrate(options: argparse.Namespace, waiting: Waiting) -> int:
+    """Run the command and return its exit status: 0, or 1 where the file cannot be written.
+
+    Raises:
+        ValueError: arguments that cannot be.
+    """
+    if options.quick and options.output is None and not options.show:
+        raise ValueError("--quick measures too little for convert to go by: give --output FILE")
+    if options.threads is not None:
+        if options.threads < 1:
+            raise ValueError(f"--threads {options.threads}: at least one")
+        torch.set_num_threads(options.threads)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.show:
+        tell(options, costs_of(device), _cost_table(costs_of(device)))
+        return 0
+    waiting.say("measuring")
+    costs = calibrate(device, quick=options.quick)
+    tell(options, costs, _cost_table(costs))
+    if device == "cpu" and (why := why_not()):
+        print(f"compiled loops were not measured: {why}. Shipped costs serve for them", file=sys.stderr)
+    path = options.output or path_of(device)
+    try:
+        write(costs, path)
+    except OSError as error:
+        print(f"not written to {path}: {error}. Give --output FILE, or set FXPREC_CACHE_DIR", file=sys.stderr)
+        return 1
+    print(f"written to {path}", file=sys.stderr)
+    return 0
+
+
+def _cost_table(costs: DeviceCosts) -> str:
+    names = ("work", "size", *map(dtype_name, costs.curves))
+    return plain(titled(str(costs), columns(names, _cost_rows(costs))))
+
+
+def _cost_rows(costs: DeviceCosts) -> Iterator[tuple[str, ...]]:
+    for work in Work:
+        sizes = {size for of_work in costs.curves.values() if work in of_work for size, _ in of_work[work].points}
+        for size in sorted(sizes):
+            times = (time_text(of_work[work](size)) if work in of_work else "-" for of_work in costs.curves.values())
+            yield str(work), f"{size:.3g}", *times

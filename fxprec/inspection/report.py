@@ -32,7 +32,7 @@ from fxprec.inspection.figures import (
     size_text,
     weights,
 )
-from fxprec.inspection.headline import Headline, Stay
+from fxprec.inspection.headline import Headline, Stay, risks_of
 from fxprec.inspection.measured import Measured, Subject, add_measured, settings_line, told
 from fxprec.inspection.nodes import (
     NamedNode,
@@ -49,13 +49,12 @@ from fxprec.inspection.nodes import (
 )
 from fxprec.inspection.prices import UNKNOWN, Prices
 from fxprec.inspection.rehearsal import HeldMemory, Rehearsal, rehearse
-from fxprec.inspection.risks import risks_of
 from fxprec.inspection.text import columns, in_one, plain, stacked, titled, without_advice, without_figures
 from fxprec.inspection.unnamed import unnamed_methods
 from fxprec.model.captured import Captured, in_present_mode, of_last_call
 from fxprec.model.conversion import Conversion, conversion_of, is_converted
 from fxprec.model.graphs import captured_of, known_graphs
-from fxprec.page.render import framed, render
+from fxprec.page import framed, render
 from fxprec.passes.graph.annotations import Rule, graph_notes, module_path, notes, weight_path
 from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.graph.text import dtype_name, shown_dtype

@@ -1,11 +1,9 @@
 """Numbers explained: which op costs how much of an error, where a value stopped being finite, what a dtype can hold."""
 
 from fxprec.numerics.audit import audit
-from fxprec.numerics.finding import Finding, Trip
 from fxprec.numerics.ledger import Ledger, Route, Row
-from fxprec.numerics.locate import locate
-from fxprec.numerics.magnitudes import Magnitudes
-from fxprec.numerics.range_table import Range, Ranges
+from fxprec.numerics.locate import Finding, Trip, locate
+from fxprec.numerics.range_table import Magnitudes, Range, Ranges
 from fxprec.numerics.ranges import ranges
 from fxprec.numerics.tune import tune
 from fxprec.numerics.tuned import Tuned

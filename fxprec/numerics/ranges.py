@@ -22,9 +22,21 @@ from fxprec.inspection.nodes import op_name, short_paths
 from fxprec.model.conversion import conversion_of
 from fxprec.model.warm_up import kept
 from fxprec.numerics.births import dense
-from fxprec.numerics.magnitudes import Magnitudes, Tally, all_finite, as_floats, can_count
 from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode, under
-from fxprec.numerics.range_table import Range, Ranges, advise, flushed_of, percent, power, tightest_first
+from fxprec.numerics.range_table import (
+    Magnitudes,
+    Range,
+    Ranges,
+    Tally,
+    advise,
+    all_finite,
+    as_floats,
+    can_count,
+    flushed_of,
+    percent,
+    power,
+    tightest_first,
+)
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.gradients import few, local

@@ -11,13 +11,20 @@ Where it would have read others, the model runs once more with those: what that 
 
 Of a top-k, an argmax or a comparison that decided otherwise no row of an audit says why, as the bend of a route that
 flipped has all of it. For that the forward runs again in the reference's dtype for each place that rounds, with that
-rounding alone (``Routes``).
+rounding alone (``Routes``)::
+
+    low     = topk(gate(h_low))                  the run: every op rounds
+    exact   = topk(gate(h))                      no op rounds
+    of h    = topk(gate(h + rounding of h))      what that rounding does alone
+
+The rounding of an op is what it lost at the inputs that it had in the run: its result, less that in the reference's
+dtype on the same inputs. Integers and masks are computed anew as well. So a replay tells which route each value takes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -28,9 +35,184 @@ from fxprec.model.warm_up import kept
 from fxprec.numerics.ledger import Cause, Route
 from fxprec.passes.graph.annotations import module_path
 from fxprec.tape.attribution import observe
-from fxprec.tape.operation import Operation, OpOrigin
+from fxprec.tape.memory import TensorPlace, difference
+from fxprec.tape.operation import Operation, OpOrigin, full_fp32
 from fxprec.tape.recorder import OpRecorder, line_of, record
-from fxprec.tape.replay import ForwardRecorder, Replay, ReplayStep
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReplayStep:
+    """Operation of the forward, with what a replay of it needs.
+
+    Attributes:
+        operation: the op.
+        roundings: of each of its outputs, what it lost; None where that is nothing.
+        drawn: of an op that draws random numbers what it gave, else as ``Operation.drawn``.
+        decided: number of an output -> what it decided in the run: floats came in, and indices, or a mask, came out.
+    """
+
+    operation: Operation
+    roundings: tuple[Tensor | None, ...]
+    drawn: tuple[Tensor, ...]
+    decided: Mapping[int, Tensor]
+
+    @property
+    def rounds(self) -> bool:
+        """Flag of operations that lost anything."""
+        return any(each is not None for each in self.roundings)
+
+
+class ForwardRecorder(OpRecorder):
+    """Recorder that also keeps what a replay of the forward needs.
+
+    Attributes:
+        steps: of the forward.
+    """
+
+    def __init__(self, reference: torch.dtype, model: nn.Module) -> None:
+        super().__init__(reference, model)
+        self.steps: list[ReplayStep] = []
+
+    def noted(self, operation: Operation) -> None:
+        """Keep what the op lost and decided, before memory changes."""
+        if operation.origin.backward:
+            return
+        low = [self.memory.low(place) for place in operation.outputs]
+        if operation.draws:
+            self.steps.append(ReplayStep(operation, (None,) * len(low), tuple(each.clone() for each in low), {}))
+            return
+        # Written places hold their new values by now: the op read the old ones.
+        before = dict(zip(operation.outputs[len(operation.fresh) :], operation.before, strict=True))
+
+        def read(place: TensorPlace, written: bool) -> Tensor:
+            value = before[place][0] if place in before else self.memory.low(place)
+            return value.to(self.memory.dtype_of(place), copy=written)
+
+        drawn = operation.drawn(self.memory.low)
+        with torch.no_grad(), full_fp32():
+            found = operation.run(read, self.memory.reference, drawn)
+        roundings = tuple(
+            _rounding(own, value) if place.is_float else None
+            for place, own, value in zip(operation.outputs, low, found, strict=True)
+        )
+        reads_floats = any(isinstance(leaf, TensorPlace) and leaf.is_float for leaf in operation.leaves)
+        decided = {n: own.clone() for n, own in enumerate(low) if reads_floats and not operation.outputs[n].is_float}
+        self.steps.append(ReplayStep(operation, roundings, drawn, decided))
+
+
+def _rounding(low: Tensor, exact: object) -> Tensor | None:
+    if not isinstance(exact, Tensor) or exact.shape != low.shape:
+        return None
+    found = difference(low.to(exact.dtype), exact)
+    return found if bool(found.any()) else None
+
+
+class Replay:
+    """Recorded forward that can be run again; its recorder's memory must be as the run left it."""
+
+    def __init__(self, steps: ForwardRecorder) -> None:
+        self._memory, self._steps = steps.memory, steps.steps
+        self._first: dict[int, Tensor] = {}
+        written = [
+            (place, before)
+            for operation in steps.operations
+            for place, (before, _) in zip(operation.outputs[len(operation.fresh) :], operation.before, strict=True)
+        ]
+        # Undone from the last write to the first, memory is as it was before the run.
+        for place, before in reversed(written):
+            place.of(self._before(place)).copy_(before)
+
+    def decided(self, rounds: Container[OpOrigin], last: int) -> tuple[dict[tuple[int, int], Tensor], OpOrigin | None]:
+        """Return what the steps up to ``last`` decide, by step and output, where these places round and no others.
+
+        And the place where it ended before: an op that does not run on shapes that are others than in the run, as of
+        the elements that a mask chooses.
+        """
+        values = _ReplayMemory(self._before)
+        found: dict[tuple[int, int], Tensor] = {}
+        for number, step in enumerate(self._steps[: last + 1]):
+            operation = step.operation
+            try:
+                results = self._run(step, values)
+                for output, (place, result) in enumerate(zip(operation.outputs, results, strict=True)):
+                    rounding = step.roundings[output] if operation.origin in rounds else None
+                    value = result if rounding is None else result + rounding
+                    values.write(place, value, output < len(operation.fresh))
+                    if output in step.decided:
+                        found[number, output] = result.clone()
+            except Exception:  # of shapes that do not fit
+                return found, operation.origin
+        return found, None
+
+    def _run(self, step: ReplayStep, values: _ReplayMemory) -> list[Tensor]:
+        if step.operation.draws:
+            return [*step.drawn]
+
+        def read(place: TensorPlace, written: bool) -> Tensor:
+            value = values.read(place)
+            return value.clone() if written else value
+
+        with torch.no_grad(), full_fp32():
+            return step.operation.run(read, self._memory.reference, step.drawn)
+
+    def _before(self, place: TensorPlace) -> Tensor:
+        """Return a storage's elements from before the run, in the reference's dtype; complex ones as pairs."""
+        if place.storage not in self._first:
+            self._first[place.storage] = self._memory.elements(place)
+        return self._first[place.storage]
+
+
+class _ReplayMemory:
+    """Memory of one replay.
+
+    Args:
+        before: gives the elements of a storage as they were before the run.
+    """
+
+    def __init__(self, before: Callable[[TensorPlace], Tensor]) -> None:
+        self._before = before
+        self._flat: dict[int, Tensor] = {}
+        self._other: dict[int, tuple[TensorPlace, Tensor]] = {}  # results of another shape: where in the run, and what
+
+    def read(self, place: TensorPlace) -> Tensor:
+        """Return the tensor at a place of the run; in another shape, where what lies there has one."""
+        if place.storage in self._other:
+            return _viewed(place, *self._other[place.storage])
+        if place.storage not in self._flat:
+            self._flat[place.storage] = self._before(place).clone()
+        return place.of(self._flat[place.storage])
+
+    def write(self, place: TensorPlace, value: Tensor, fresh: bool) -> None:
+        """Put a value at a place; ``fresh``: of new memory."""
+        if fresh and tuple(value.shape) != place.size:
+            self._other[place.storage] = place, value.contiguous()
+            return
+        if fresh:
+            self._flat[place.storage] = torch.zeros_like(self._before(place))
+        self.read(place).copy_(value)
+
+
+def _viewed(place: TensorPlace, made: TensorPlace, value: Tensor) -> Tensor:
+    """Return the view of a value of another shape that a place is of the value in the run.
+
+    Raises:
+        ValueError: it is none of the whole of some dimensions at one index of the others, or that cannot be told.
+    """
+    if any(size == 1 != other for size, other in zip(made.size, value.shape, strict=True)):
+        raise ValueError(f"which dimension of {made} is longer here cannot be told in a view")
+    sizes, strides, offset, left = [], [], 0, place.offset - made.offset
+    known = {(size, stride): number for number, (size, stride) in enumerate(zip(made.size, made.stride, strict=True))}
+    for size, stride in zip(place.size, place.stride, strict=True):
+        number = known.get((size, stride))
+        if number is None and size != 1:
+            raise ValueError(f"{place} is no plain view of {made}")
+        sizes.append(1 if number is None else value.shape[number])
+        strides.append(1 if number is None else value.stride(number))
+    for stride, number in sorted(((s, n) for (_, s), n in known.items()), reverse=True):
+        steps, left = divmod(left, stride) if stride else (0, left)
+        offset += steps * value.stride(number)
+    return value.as_strided(sizes, strides, offset)
+
 
 #: Runs that capture graphs of the other way, before that is given up.
 _MOST_CAPTURES: Final = 8

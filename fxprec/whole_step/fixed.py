@@ -27,8 +27,7 @@ from torch.optim import Optimizer
 from fxprec.scaling.gradients import parameters_of
 from fxprec.shadows import ShadowStore, stores
 from fxprec.torch_internals import backward_hooks_of, late_hooks_of, step_hooks
-from fxprec.whole_step.iteration import Iteration
-from fxprec.whole_step.scales import scale_rule, scale_tensors
+from fxprec.whole_step.iteration import Iteration, scale_rule, scale_tensors
 
 _DICTS: Final = (dict, OrderedDict, defaultdict)
 _SEQUENCES: Final = (list, set, deque)

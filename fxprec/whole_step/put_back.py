@@ -28,8 +28,7 @@ from fxprec.model.entry_point import CallWatcher
 from fxprec.model.warm_up import values_kept
 from fxprec.scaling.gradients import late_hooks_aside
 from fxprec.torch_internals import foreach_copy_, set_called, was_called
-from fxprec.whole_step.iteration import Batch, Iteration
-from fxprec.whole_step.scales import scaler_untouched
+from fxprec.whole_step.iteration import Batch, Iteration, scaler_untouched
 
 
 @contextmanager

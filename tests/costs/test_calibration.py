@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxprec.command_line import calibrate as calibrate_command
+from fxprec.command_line import main as command_line
 from fxprec.command_line.main import main
 from fxprec.costs import calibration
 from fxprec.costs import files as cost_files
@@ -340,7 +340,7 @@ def test_the_command_measures_writes_and_shows(folder):
 
 
 def test_the_command_says_where_it_cannot_write(folder, monkeypatch, capsys):
-    monkeypatch.setattr(calibrate_command, "calibrate", lambda *_, **__: by_hand())
+    monkeypatch.setattr(command_line, "calibrate", lambda *_, **__: by_hand())
     (folder / "file").write_text("")
     (folder / "directory").mkdir()
     for path in (folder / "file" / "costs.json", folder / "directory"):

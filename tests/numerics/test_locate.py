@@ -18,7 +18,7 @@ import fxprec
 from as_it_was import unchanged
 from faults import FAULTS, NARROW, PLACES, BadBackward, Function, Net, batch, blamed, made
 from fxprec.numerics import Finding, audit, locate
-from fxprec.numerics.finding import _against
+from fxprec.numerics.locate import _against
 
 F16, BF16 = torch.float16, torch.bfloat16
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fxprec
 from fxprec.inspection.report import Report
 from fxprec.numerics import audit, ranges
-from fxprec.page.render import render
+from fxprec.page import render
 from fxprec.passes.graph.annotations import Rule
 from page_data import data_of
 

@@ -17,7 +17,7 @@ from fxprec.kernels.cpu.attention_products import attention_by_products, recompu
 from fxprec.kernels.cpu.compiled_attention import compiled_attention, why_not
 from fxprec.numerics import audit
 from fxprec.tape.adjoint import measured, terms
-from fxprec.tape.kernel_ops import KERNELS
+from fxprec.tape.exact_ops import EXACT
 from fxprec.tape.recorder import OpRecorder
 from fxprec.torch_internals import aten_flash_attention_for_cpu
 
@@ -105,11 +105,11 @@ def test_the_forms_are_what_torchs_kernel_computes_also_of_rows_that_attend_to_n
         inputs = [each.clone().requires_grad_() for each in (q, k, v, mask)]
         given = settings | ({"attn_mask": inputs[3]} if settings else {})
         with torch.enable_grad():
-            made = KERNELS[name](*inputs[:3], 0.0, False, **given)
+            made = EXACT[name](*inputs[:3], 0.0, False, **given)
         torch.testing.assert_close([*made], [out, norms.nan_to_num(0.0, 0.0, 0.0)])
         assert made[1].requires_grad
         found = torch.autograd.grad(made[0], inputs[:3], grad)
-        backward = KERNELS[f"{name}_backward"](grad, q, k, v, out, norms, 0.0, False, **settings)
+        backward = EXACT[f"{name}_backward"](grad, q, k, v, out, norms, 0.0, False, **settings)
         torch.testing.assert_close([*backward], [*found])
         assert all(bool(each.isfinite().all()) for each in found)
 
@@ -119,7 +119,7 @@ def test_the_forms_are_what_torchs_kernel_computes_also_of_rows_that_attend_to_n
 def test_the_forms_of_ours_have_derivatives_in_all_that_they_read(way: str, causal: bool) -> None:
     tensors = [torch.randn(1, heads, n, 3, dtype=torch.float64) for heads, n in ((4, 3), (2, 5), (2, 5))]
     mask = None if causal else torch.randn(1, 4, 3, 5, dtype=torch.float64)
-    forward, backward = (KERNELS[f"fxprec::{way}{end}"] for end in ("", "_backward"))
+    forward, backward = (EXACT[f"fxprec::{way}{end}"] for end in ("", "_backward"))
     keeps = way == "attention"
     last = (True,) if keeps else ()
     own = getattr(torch.ops.fxprec, way)

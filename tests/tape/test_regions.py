@@ -13,7 +13,7 @@ import fxprec
 from fxprec.kernels.rows.run.plan import number
 from fxprec.model.conversion import conversion_of
 from fxprec.numerics import Ledger, audit
-from fxprec.tape.kernel_ops import region_backward, region_forward
+from fxprec.tape.exact_ops import region_backward, region_forward
 from kernel_tools import DEVICES, run_in_the_interpreter
 
 cases = pytest.mark.parametrize("device", DEVICES)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fxprec
 from fxprec import optim
-from fxprec.whole_step import cuda
+from fxprec.whole_step import captured_step
 from recorded_graph import RecordedGraphs
 
 __all__ = [
@@ -49,7 +49,7 @@ OURS, THEIRS = "our AdamW", "torch's AdamW"
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Graphs are recorded operators, on a CPU that is taken for a device which one waits for."""
     graphs = RecordedGraphs()
-    monkeypatch.setattr(cuda, "recorder_of", lambda device: graphs)
+    monkeypatch.setattr(captured_step, "recorder_of", lambda device: graphs)
     return graphs
 
 

@@ -101,7 +101,7 @@ class _Recording:
 
 
 class RecordedGraphs:
-    """Stands for ``fxprec.whole_step.cuda.CudaRecorder``; ``recordings``: how many it made."""
+    """Stands for ``fxprec.whole_step.captured_step.CudaRecorder``; ``recordings``: how many it made."""
 
     device, stream, generators = torch.device("cpu"), None, frozenset({"torch"})
 

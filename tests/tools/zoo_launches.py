@@ -40,7 +40,7 @@ from fxprec.kernels.launch.triton_support import why_not
 from fxprec.kernels.rows.run.kernel import Launch, built
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.optim import AdamW
-from fxprec.whole_step import cuda
+from fxprec.whole_step import captured_step
 from no_products import skip_products
 from pretended_device import DEVICE, RECORD, Launchable, pretend
 from recorded_graph import RecordedGraphs
@@ -245,7 +245,7 @@ def main() -> int:
     sizes.FEWEST = 0  # what is small becomes kernels, too, which is torch's otherwise
     kept = skip_products()
     graphs = CountedGraphs()
-    cuda.recorder_of = lambda device: graphs
+    captured_step.recorder_of = lambda device: graphs
     why_not(DEVICE.type)  # launches a kernel that is no model's
     print(_HEAD, flush=True)
     slow: list[str] = []

@@ -26,8 +26,7 @@ from fxprec.model.conversion import Conversion
 from fxprec.model.method import MethodName
 from fxprec.model.warm_up import kept
 from fxprec.numerics.births import Source, is_finite
-from fxprec.numerics.finding import Trip
-from fxprec.numerics.locate import fault_of
+from fxprec.numerics.locate import Trip, fault_of
 from fxprec.numerics.problem import gradients_of
 from fxprec.numerics.step import Results, TrainingStep
 from fxprec.numerics.watching.verdicts import Numbers

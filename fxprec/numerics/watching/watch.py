@@ -21,7 +21,7 @@ from fxprec.host_reads import OnHost, capturing, reading_waits
 from fxprec.model.conversion import Conversion, conversion_of
 from fxprec.model.entry_point import EntryPoint
 from fxprec.model.warm_up import kept
-from fxprec.numerics.finding import Finding, Trip
+from fxprec.numerics.locate import Finding, Trip
 from fxprec.numerics.problem import Problem
 from fxprec.numerics.watching.calls import (
     KeptCall,

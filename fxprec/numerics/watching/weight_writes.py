@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fxprec.numerics.births import dense, first_of, is_finite
-from fxprec.numerics.finding import Finding
+from fxprec.numerics.locate import Finding
 from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.gradients import few, parameters_of
 
