@@ -44,7 +44,7 @@ from torch.fx import GraphModule, Node
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import UNKNOWN, Precision, Rule, graph_notes, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
-from fxprec.passes.graph.grad_mode import grad_mode_at_nodes, returned_values
+from fxprec.passes.graph.grad_mode import exposed_values, grad_mode_at_nodes
 from fxprec.passes.graph.subgraphs import bodies_in
 from fxprec.passes.insert_casts import actual_dtype, wanted_dtypes
 from fxprec.passes.ops.aliases import alias_roots, written_memory
@@ -55,9 +55,11 @@ from fxprec.passes.ops.table import facts_of
 @bodies_first
 def fold_casts(gm: GraphModule, context: Context) -> PassResult:
     """Fold identities and round trips, and hoist casts of what bodies read; ``graph_notes(gm).folded`` counts folds."""
+    # A body's cast that is done by its caller may be idle there, so hoisting comes first.
     hoisted = _hoist(gm)
     folded = _fold(gm, context)
     erased = 0
+    # Backwards, as an idle cast may be the last reader of another one.
     for node in reversed(list(gm.graph.nodes)):
         if not node.users and _is_cast(node) and (notes(node).inserted or cast_target(node) is not None):
             gm.graph.erase_node(node)
@@ -75,13 +77,14 @@ def _fold(gm: GraphModule, context: Context) -> int:
     roots = alias_roots(gm.graph) if copies and not written else roots
     made: dict[tuple[object, torch.dtype, bool], Node] = {}
     looked: dict[Node, torch.dtype] = {}
-    kept = {node for node in returned_values(gm.graph) if gradients[node] and _is_users_copy(node)}
+    kept = {node for node in exposed_values(gm.graph) if gradients[node] and _is_users_copy(node)}
     for node in list(gm.graph.nodes):
         if notes(node).dtype is UNKNOWN:
             folded += _looks_again(node, looked)
         target = _pure_target(node) if node in casts else None
         if target is None or roots[node] in written or node in kept:
             continue
+        # A cast that is not recorded may stand in for no recorded one; the other way round it may.
         key = (node.args[0], target, gradients[node])
         source = _held_by(node, target, gradients, kept) or made.get((*key[:2], True)) or made.setdefault(key, node)
         if source is not node and not _copies_for_caller(node, source, roots):

@@ -45,7 +45,7 @@ from fxprec.passes.fusion.split_bias import SplitBias, put_back, split_biases
 from fxprec.passes.graph.annotations import Op, Precision, Rule, graph_notes, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.exact_graph import LazyGraphModule
-from fxprec.passes.graph.grad_mode import returned_with_gradient
+from fxprec.passes.graph.grad_mode import exposed_with_gradient
 from fxprec.passes.graph.subgraphs import every_graph
 
 
@@ -64,7 +64,7 @@ def fuse(gm: GraphModule, context: Context) -> PassResult:
     if not context.regions:
         return PassResult(gm, False)
     # A region computes what is returned with a gradient from what is returned, or not at all.
-    returned = returned_with_gradient(graph, context.gradients) if triton or loops else ()
+    returned = exposed_with_gradient(graph, context.gradients) if triton or loops else ()
     splits = split_biases(graph) if triton else []
     order = order_of_effects(graph)
     suits = functools.partial(suits_loops, prices=context.loops)
@@ -201,12 +201,12 @@ def _meta(outputs: Sequence[Node], region: Region) -> dict[str, Any]:
         key: region.nodes[-1].meta[key] for key in ("nn_module_stack", "stack_trace") if key in region.nodes[-1].meta
     }
     if len(outputs) == 1:
-        kept |= {key: first.meta[key] for key in ("dtype", "numel", "val", "scalar") if key in first.meta}
+        kept |= {key: first.meta[key] for key in ("dtype", "numel", "val", "is_zero_dim") if key in first.meta}
         output = notes(first).precision.output
     else:
         kept["dtype"] = tuple(notes(node).dtype for node in outputs)
         kept["puts_out"] = tuple(notes(node).precision.output for node in outputs)
-        kept["scalar"] = False
+        kept["is_zero_dim"] = False
         output = None
     why = f"{len(region.nodes)} nodes in one kernel: FP32 in registers, rounded once"
     return kept | {
@@ -261,7 +261,7 @@ class _Seeds:
         with graph.inserting_before(first):
             seeds = graph.call_function(draw_seeds_like, (like, self.count))
         seeds.meta = {
-            "op": Op("draw_seeds"), "dtype": torch.int64, "scalar": False,
+            "op": Op("draw_seeds"), "dtype": torch.int64, "is_zero_dim": False,
             "precision": Precision.arriving(None, None, Rule.KEEP, "seeds of the dropouts in fused regions"),
         }  # fmt: skip
         for call in self.calls:

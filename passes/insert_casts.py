@@ -90,24 +90,25 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
     if context.policy.level == "O0":
         return PassResult(gm, False)
     changed = False
-    epochs = _Epochs(gm, context)
+    inserter = _CastInserter(gm, context)
     for node in list(gm.graph.nodes):
-        epochs.transformed(node)
+        inserter.transformed(node)
         if node.op in ("placeholder", "get_attr"):  # reads nothing
             continue
-        changed |= epochs.keep_digits(node)
-        changed |= epochs.cast_arguments(node) or epochs.keep_users_cast(node)
+        changed |= inserter.keep_digits(node)
+        changed |= inserter.cast_arguments(node) or inserter.keep_users_cast(node)
         annotations = notes(node)
         row = facts_of(annotations.op.name)
         if row.bits:
             changed |= _name_dtype_of_bits(node)
         if row.wide_state:
             changed |= _widen_state(node)
-        epochs.written(node)
+        # Behind the node's own casts: what it reads was cast before it writes.
+        inserter.written(node)
         dtype = annotations.root_dtype
         if dtype is not None:
             annotations.discard("root_dtype")
-            changed |= epochs.recast_root(node, dtype)
+            changed |= inserter.recast_root(node, dtype)
     return PassResult(gm, changed)
 
 
@@ -223,8 +224,8 @@ def _next_call(node: Node) -> Node:
     return node
 
 
-class _Epochs:
-    """The casts made so far, per tensor, forgotten when its memory is written."""
+class _CastInserter:
+    """Inserter of the casts of one graph, which readers of a tensor share until its memory is written."""
 
     def __init__(self, gm: GraphModule, context: Context) -> None:
         self.graph = gm.graph
@@ -258,6 +259,7 @@ class _Epochs:
             self.guessed.add(node)
             if self.roots[node] in self.written_roots:
                 notes(node).root_dtype = torch.float32
+        # By port, since an op may want one value in two dtypes: as its data and as its weight.
         images = {(port, source): self.cast(source, dtype, node, port) for (port, source), dtype in wanted.items()}
         ports = {port for (port, source), image in images.items() if image is not source}
         if not ports:
@@ -279,6 +281,7 @@ class _Epochs:
         unknown = info is UNKNOWN or (isinstance(info, tuple) and UNKNOWN in info) or (same and source in self.guessed)
         if same and not unknown:
             return source
+        # What may be an integer stays one. A mask's -1e9 becomes the lowest number of float16, no infinity.
         function = cast_each if isinstance(info, tuple) else cast_if_float if unknown else cast
         if port in facts_at(reader).masks and wanted is not torch.float32:
             function = cast_saturating
@@ -286,6 +289,7 @@ class _Epochs:
         recorded, behind = self.recorded[reader], self.last_write.get(self.roots[source], source)
         early = not recorded and self.recorded[behind] and (reader.op == "output" or may_give_itself(reader))
         recorded = recorded or early  # what hands on the very tensor ends no gradient
+        # A cast made under no_grad ends the gradient: a recorded reader shares recorded ones alone.
         with_gradient = (source, wanted, function, True)
         key = with_gradient if with_gradient in made else (source, wanted, function, recorded)
         if key not in made:
@@ -309,7 +313,7 @@ class _Epochs:
             if original_dtype(notes(source).dtype) is not None:
                 is_wide = actual_dtype(source) is torch.float32 and source not in self.guessed
                 (wide if is_wide or (port, source) in wanted else low).append(source)
-        return not all(map(is_zero_dim, low)) and not any(notes(source).dimensioned for source in wide)
+        return not all(map(is_zero_dim, low)) and not any(notes(source).has_dimensions for source in wide)
 
     def written(self, node: Node) -> None:
         for target in written_by(node) if self.written_roots else ():

@@ -48,7 +48,7 @@ from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.passes.context import Context, PassResult, bodies_last
 from fxprec.passes.graph.annotations import UNKNOWN, Precision, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_for_caller, cast_if_float, read_back
-from fxprec.passes.graph.grad_mode import grad_mode_at_nodes, returned_values
+from fxprec.passes.graph.grad_mode import exposed_values, grad_mode_at_nodes
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.graph.subgraphs import body_of
 from fxprec.passes.insert_casts import HANDED_ON, actual_dtype, new_cast
@@ -71,7 +71,7 @@ def _widen_for_caller(graph: Graph, low: torch.dtype) -> bool:
     inputs = graph.find_nodes(op="placeholder")
     if any(notes(each).dtype is low for each in inputs):
         return False
-    low_ones = [node for node in returned_values(graph) if actual_dtype(node) is notes(node).dtype is low]
+    low_ones = [node for node in exposed_values(graph) if actual_dtype(node) is notes(node).dtype is low]
     chains = [_may_be_one_tensor(node) for node in low_ones if _has_readers_beside(node) and _takers(node)]
     for same in (each for chain in chains for each in chain):
         notes(same).dtype = torch.float32  # as the model gives it
@@ -91,7 +91,7 @@ def _takers(node: Node) -> list[Node]:
 
 @bodies_last
 def _keep_in_each_graph(gm: GraphModule, context: Context) -> PassResult:
-    if context.policy.level == "O0" or not any(map(_is_read_as_well, returned_values(gm.graph))):
+    if context.policy.level == "O0" or not any(map(_is_read_as_well, exposed_values(gm.graph))):
         return PassResult(gm, False)
     return PassResult(gm, _keep(gm, context))
 
@@ -115,6 +115,7 @@ def _keep(gm: GraphModule, context: Context) -> bool:
     """Do so in one graph, after its bodies' results have their casts within; return whether something changed."""
     recorded = grad_mode_at_nodes(gm.graph, context.gradients)
     changed = _widen_results_of_bodies(gm, recorded)
+    # In this order: what a cast was moved above is read through it then.
     returned, moved = _move_casts_up(gm.graph, recorded)
     routed = _route_readers(gm.graph, returned, recorded)
     return changed or moved or routed
@@ -128,7 +129,7 @@ def _move_casts_up(graph: Graph, recorded: Mapping[Node, bool]) -> tuple[list[No
     roots = alias_roots(graph)
     written = written_roots(graph, roots)
     found, changed = [], False
-    for returned in map(_very_tensor, returned_values(graph)):
+    for returned in map(_very_tensor, exposed_values(graph)):
         source = widened(returned)
         if source is not None and recorded.get(source) and roots[source] not in written:
             returned, moved = _compute_wide(returned, source)
@@ -142,6 +143,7 @@ def _route_readers(graph: Graph, handed_out: list[Node], recorded: Mapping[Node,
     changed = False
     roots = alias_roots(graph)
     position = {node: number for number, node in enumerate(graph.nodes)}
+    # Readers before the last write saw other numbers than what is returned.
     last: dict[Node, Node] = {}  # root of memory -> the last node that writes to it
     for node in graph.nodes:
         last.update((roots[target], node) for target in written_by(node))
@@ -290,7 +292,7 @@ def _widen_results_of_bodies(gm: GraphModule, recorded: Mapping[Node, bool]) -> 
         return (%y_f32, %h_f32)                         return (%y_f32, %h)
     """
     changed = False
-    for returned in returned_values(gm.graph):
+    for returned in exposed_values(gm.graph):
         result = widened(returned)
         if result is None or not recorded[result]:
             continue

@@ -101,7 +101,7 @@ class _Walk:
             annotations.dtype = info
             if node.op.startswith("call") and _gives_sparse(node):
                 annotations.sparse = True
-            annotations.scalar, annotations.dimensioned = is_zero_dim(node), has_dimensions(node)
+            annotations.is_zero_dim, annotations.has_dimensions = is_zero_dim(node), has_dimensions(node)
         return returned
 
     def _placeholder(self, node: Node) -> DTypeInfo:
@@ -128,6 +128,7 @@ class _Walk:
         operands = self._operands(node)
         if op is NO_OP:
             return self._opless(node, operands)
+        # The first that knows wins: a write, what capture saw, the call's own dtype=, a special case, the row.
         if op.in_place:
             return NON_TENSOR if op.name == "setitem" else first(operands)
         if notes(node).names_tensors_dtype:
@@ -154,13 +155,13 @@ class _Walk:
             return tuple(RESULT_KINDS[each](operands) for each in kind)
         if kind.endswith("*"):
             value = node.meta.get("val")
-            length = len(value) if isinstance(value, tuple | list) else 1
+            length = len(value) if isinstance(value, tuple | list) else 1  # of an unknown one all are alike
             return (RESULT_KINDS[kind.removesuffix("*")](operands),) * max(length, 1)
         return self._number(node, operands, RESULT_KINDS[kind](operands))
 
     def _operands(self, node: Node) -> Operands:
         tensors: list[tuple[DTypeInfo, Node]] = []
-        rank = -1
+        rank = -1  # in ``NUMBERS``, of the widest number so far
         for leaf in chain.from_iterable(map(leaves, (*node.args, *node.kwargs.values()))):
             if isinstance(leaf, Node):
                 info = notes(leaf).dtype

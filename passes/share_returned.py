@@ -33,7 +33,7 @@ from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context, PassResult, bodies_last
 from fxprec.passes.graph.annotations import Arrival, Special, nested, notes, tensors_of
-from fxprec.passes.graph.grad_mode import grad_mode_at_nodes, returned_values
+from fxprec.passes.graph.grad_mode import exposed_values, grad_mode_at_nodes
 from fxprec.passes.insert_casts import cast_behind
 from fxprec.passes.keep_returned import widened
 from fxprec.passes.ops.aliases import written_memory
@@ -44,7 +44,7 @@ from fxprec.passes.ops.table import facts_at
 @bodies_last
 def share_returned(gm: GraphModule, context: Context) -> PassResult:
     """Replace the casts of returned views by views of the casts of what they are views of."""
-    returned = returned_values(gm.graph)
+    returned = exposed_values(gm.graph)
     casts = {wide: source for wide in returned if (source := widened(wide)) is not None}
     chains = {wide: _chain(source) for wide, source in casts.items()}
     if len(returned) < 2 or context.policy.level == "O0" or not any(len(chain) > 1 for chain in chains.values()):

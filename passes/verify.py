@@ -59,6 +59,7 @@ def verify(gm: GraphModule, context: Context) -> PassResult:
 
 def check(gm: GraphModule, context: Context, done: list[str], name: str) -> None:
     """Raise InvariantError where the result of pass ``name`` breaks an invariant that the passes in ``done`` set up."""
+    # The first violation is enough: what follows from it would hide where it began.
     for graph in every_graph(gm):
         for invariant in INVARIANTS:
             if invariant.holds_after in done:
@@ -100,13 +101,14 @@ def _edges(gm: GraphModule, context: Context) -> Iterator[Violation]:
     for node in gm.graph.nodes:
         for (_, source), wanted in wanted_dtypes(node).items():
             have = actual_dtype(source)
+            # Of an input nobody knew whether it is a float: the cast looks at run time.
             guarded = source.target is cast_if_float or notes(source).dtype is UNKNOWN
             if have != wanted and not (guarded and have is None):
                 yield Violation(f"{node.name}, argument {source.name}", dtype_name(have), dtype_name(wanted))
 
 
 def _full_in_fp32(gm: GraphModule, context: Context) -> Iterator[Violation]:
-    if context.policy.level == "O3":
+    if context.policy.level == "O3":  # which lowers what is FULL
         return
     for node in gm.graph.nodes:
         annotations = notes(node)
@@ -162,6 +164,7 @@ def _alike_in_an_epoch(gm: GraphModule, casts: dict[Node, tuple[object, ...]]) -
         if node in casts:
             source = node.all_input_nodes[0]
             key = (*casts[node], epoch.get(roots[source], 0))
+            # ``limit_readers`` makes further copies, and only then: each has as many readers as may share one.
             if key in seen and sum(uses(reader, seen[key]) for reader in seen[key].users) < READERS:
                 yield Violation(node.name, f"a second cast of {source.name}", "one per dtype and mutation epoch")
             seen[key] = node

@@ -1,1 +1,1 @@
-"""What casts and ops cost, in bytes or in seconds."""
+"""Costs of casts and ops, in bytes or in seconds: whether lowering an op pays."""

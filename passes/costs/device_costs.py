@@ -1,4 +1,4 @@
-"""What work costs on a device: seconds against size, one curve for each kind of work and dtype. Data and interpolation.
+"""Costs of work on a device: seconds against size, one curve for each kind of work and dtype. Data and interpolation.
 
 ``calibration`` measures such tables and ``shipped`` holds some; ``op_costs`` reads them for ``lower="pays"``.
 """

@@ -179,6 +179,7 @@ class OpCosts:
     def _shadow(self, node: Node, count: int) -> float:
         if not self._gradients:  # made once, and kept
             return 0.0
+        # All weights share the call of the multi-tensor copy: each pays its elements, and a part of a call.
         alone, call = self._cast_of(count), self._cast_of(1)
         return alone - call + round(call * _REFRESH_CALL) + alone * self._flows(node)
 
@@ -195,6 +196,7 @@ class OpCosts:
         left, right = (_operand(node, position) for position in facts_at(node).factors)
         a, b, out = _shape(left), _shape(right), _shape(node)
         depth = _summed(node, a, b) if notes(node).op.name == "einsum" else a[-1]
+        # The backward has a product for each operand that wants a gradient, of as many FLOP as the forward.
         flop, elements = 2 * prod(out) * depth, prod(a) + prod(b) + prod(out)
         gradients = self._flows(left) + self._flows(right)
         shown, forward = (b[::-1], self.costs.linear) if notes(node).op.name == "linear" else (b, self.costs.product)

@@ -1,1 +1,1 @@
-"""How dtypes of results follow from arguments."""
+"""Dtypes of results, told from those of the arguments."""

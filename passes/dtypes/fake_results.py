@@ -1,4 +1,4 @@
-"""What a node's fake value (``meta["val"]``) tells: elements, and the dtype of a result that the op table cannot give.
+"""Read a node's fake value (``meta["val"]``): elements, and the dtype of a result that the op table cannot give.
 
 Fake values are often captured under autocast, so their dtypes may be the low one. Where the inputs of a node were, the
 node is run once more on fake tensors of the original dtypes, with autocast off.

@@ -1,4 +1,4 @@
-"""How the dtype of a result follows from its inputs: torch's type promotion, and the other kinds the op table names.
+"""Tell the dtype of a result from its inputs: by torch's type promotion, and by the other kinds the op table names.
 
 Pure functions of dtypes. A tensor operand is ``(dtype, is_zero_dim)``: a 0-dim tensor only counts by its category, like
 a Python number, where there is a dimensioned one; a one-element vector counts in full.
@@ -54,10 +54,10 @@ def is_zero_dim(node: Node) -> bool:
 
     Known is: what was captured with shapes, a 0-dim parameter or buffer, the result of a reduction over everything,
     and that of an elementwise op whose tensors are all 0-dim. ``propagate`` writes the answer to
-    ``annotations.scalar``, so that a question never walks further than the node's own arguments.
+    ``annotations.is_zero_dim``, so that a question never walks further than the node's own arguments.
     """
     annotations = notes(node)
-    known = annotations.scalar
+    known = annotations.is_zero_dim
     if known is not None:
         return known
     value = node.meta.get("val")
@@ -69,13 +69,13 @@ def is_zero_dim(node: Node) -> bool:
     if rank == "reduced":
         return len(node.args) == 1 and not ({"dim", "axis"} & node.kwargs.keys())
     sources = node.all_input_nodes
-    return rank == "kept" and bool(sources) and all(notes(source).scalar for source in sources)
+    return rank == "kept" and bool(sources) and all(notes(source).is_zero_dim for source in sources)
 
 
 def has_dimensions(node: Node) -> bool:
     """Return whether the value is known to be no 0-dim tensor. Of many values neither is known.
 
-    ``propagate`` writes the answer to ``annotations.dimensioned``.
+    ``propagate`` writes the answer to ``annotations.has_dimensions``.
     """
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
@@ -83,7 +83,9 @@ def has_dimensions(node: Node) -> bool:
     if node.op == "get_attr":
         return bool(notes(node).sizes)
     row = facts_of(notes(node).op.name)
-    if row.rank == "some" or (row.rank == "kept" and any(notes(source).dimensioned for source in node.all_input_nodes)):
+    if row.rank == "some" or (
+        row.rank == "kept" and any(notes(source).has_dimensions for source in node.all_input_nodes)
+    ):
         return True
     readers = (user for user in node.users if user.args[:1] == (node,)) if is_castable(notes(node).dtype) else ()
     return any(facts_of(notes(user).op.name).rank == "some" for user in readers)

@@ -1,4 +1,4 @@
-"""dtypes of results that depend on a call's arguments: ``max(x)`` and ``max(x, dim)``, ``x[0]``, ``x.to(y.dtype)``.
+"""Tell dtypes of results that depend on a call's arguments: ``max(x)``, ``max(x, dim)``, ``x[0]``, ``x.to(y.dtype)``.
 
 Each function answers for the ops whose row names it (``OpRule.special``), or gives None: then ``OpRule.result`` says
 it. Where the call names a dtype, only parts, attributes and casts are asked.

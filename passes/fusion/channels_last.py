@@ -129,7 +129,7 @@ def _copy(graph: Graph, source: Node, last: bool) -> Node:
             copy = graph.create_node("call_function", channels_last, (source,), name=name)
         else:
             copy = graph.create_node("call_method", "contiguous", (source,), name=name)
-    kept = ("nn_module_stack", "stack_trace", "numel", "dtype", "val", "scalar")
+    kept = ("nn_module_stack", "stack_trace", "numel", "dtype", "val", "is_zero_dim")
     copy.meta = {key: source.meta[key] for key in kept if key in source.meta} | {"op": Op("contiguous")}
     why = "channels next to each other in memory" if last else "rows of pixels again, for what reads it"
     notes(copy).precision = Precision.arriving(None, notes(source).precision.output, Rule.FOLLOW, why)

@@ -136,4 +136,4 @@ def _shaped(source: Node, shape: tuple[int, ...]) -> dict[str, Any]:
     value = source.meta.get("val")
     known = {"val": value.reshape(shape)} if isinstance(value, torch.Tensor) and len(shape) > 1 else {}
     kept = {k: source.meta[k] for k in ("nn_module_stack", "stack_trace", "numel", "val", "dtype") if k in source.meta}
-    return kept | known | {"scalar": False}
+    return kept | known | {"is_zero_dim": False}

@@ -1,1 +1,1 @@
-"""What every pass needs of a graph: annotations, text, casts, copies."""
+"""Parts that every pass needs of a graph: annotations, text, casts, copies."""

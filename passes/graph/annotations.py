@@ -1,4 +1,4 @@
-"""What the passes write on a node, and of a graph: typed, each field with the pass that writes it.
+"""Annotations that the passes write on a node, and of a graph: typed, each field with the pass that writes it.
 
 ``notes(node)`` reads and writes them; they lie in ``node.meta`` under their names (``node.meta["precision"]``), so that
 they travel with every copy of the node that torch.fx makes. ``graph_notes(gm)`` does so with ``gm.meta``. A pass that
@@ -141,9 +141,9 @@ class Annotations:
     #: Whether the value is, or may be, a sparse tensor. Capture states it of inputs.
     sparse: Annotated[bool, "propagate"] = False
     #: Whether the value is known to be a 0-dim tensor; None: nobody asked yet.
-    scalar: Annotated[bool | None, "propagate"] = None
+    is_zero_dim: Annotated[bool | None, "propagate"] = None
     #: Whether it is known to be a tensor with dimensions, which promotes.
-    dimensioned: Annotated[bool, "propagate"] = False
+    has_dimensions: Annotated[bool, "propagate"] = False
     #: What the node reads, computes and puts out, and why.
     precision: Annotated[Precision, "decide"] = UNDECIDED
     #: Of memory that is written later, or a lookup's result, that lives in another dtype than its kernel puts out.

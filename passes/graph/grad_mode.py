@@ -1,4 +1,4 @@
-"""Finds where autograd records in a graph, and what the graph returns with a gradient.
+"""Finds where autograd records in a graph, and which tensors the user sees of it.
 
 dynamo writes ``with torch.no_grad():`` as two calls::
 
@@ -44,8 +44,8 @@ def ever_records(graph: Graph, at_first: bool) -> bool:
     return at_first or any(grad_mode_at_nodes(graph, False).values())
 
 
-def returned_values(graph: Graph) -> list[Node]:
-    """Return what the graph hands out, each once: what it returns, and tensors that get a hook of the user's.
+def exposed_values(graph: Graph) -> list[Node]:
+    """Return what the user sees of a graph, each once: what it returns, and tensors that get a hook of the user's.
 
     Of an object that it makes last (a named tuple) it is what that is made of. A hook gets the gradient of the very
     tensor, wherever in the graph it is registered.
@@ -61,7 +61,7 @@ def returned_values(graph: Graph) -> list[Node]:
     return list(found)
 
 
-def returned_with_gradient(graph: Graph, at_first: bool) -> set[Node]:
-    """Return what the graph returns where autograd records. ``at_first``: whether it does where the graph is called."""
+def exposed_with_gradient(graph: Graph, at_first: bool) -> set[Node]:
+    """Return what the user sees of a graph where autograd records. ``at_first``: as of ``grad_mode_at_nodes``."""
     recorded = grad_mode_at_nodes(graph, at_first)
-    return {node for node in returned_values(graph) if recorded[node]}
+    return {node for node in exposed_values(graph) if recorded[node]}

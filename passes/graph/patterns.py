@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.graph.annotations import notes
-from fxprec.passes.graph.grad_mode import ever_records, returned_with_gradient
+from fxprec.passes.graph.grad_mode import ever_records, exposed_with_gradient
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 
 #: A match of a rewrite that needs nothing but the node.
@@ -55,7 +55,7 @@ class WholeGraph:
     @cached_property
     def returned(self) -> set[Node]:
         """Values that are returned with a gradient: others read them as they are returned, never before a cast."""
-        return returned_with_gradient(self.graph, self.context.gradients)
+        return exposed_with_gradient(self.graph, self.context.gradients)
 
     @cached_property
     def records(self) -> bool:

@@ -1,1 +1,1 @@
-"""What the compiler knows of ops: one canonical name for each, and one row of facts a name."""
+"""Facts that the compiler knows of ops: one canonical name for each, and one row of facts a name."""

@@ -1,4 +1,4 @@
-"""Which nodes may share memory, and who writes to it. A cast counts as sharing: it gives a tensor that already fits.
+"""Find nodes that may share memory, and who writes to it. A cast counts: it gives a tensor that already fits.
 
 Nodes share memory through views and in-place writes, through the names of one weight, and where capture says so: what
 lies outside of the graph (inputs, parameters, buffers) and shares memory has one ``meta["memory"]``::

@@ -1,4 +1,4 @@
-"""What torch's registry knows of custom ops, named ``namespace::name`` (or ``namespace::name.overload``)."""
+"""Ask torch's registry about custom ops, named ``namespace::name`` (or ``namespace::name.overload``)."""
 
 from __future__ import annotations
 

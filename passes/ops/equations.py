@@ -1,4 +1,4 @@
-"""What the equation of an einsum says, before any size is known: whether it sums, and over what.
+"""Read the equation of an einsum before any size is known: whether it sums, and over what.
 
 ============  ===========================================  ==================================
 "ij,jk->ik"   ``Form.CONTRACTION``: a product and a sum    j stands in two operands

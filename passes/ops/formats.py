@@ -1,4 +1,4 @@
-"""Which values take over channels_last from a convolution, and who may not see a copy in its place.
+"""Find values that take over channels_last from a convolution, and readers that may not see a copy in its place.
 
 Two passes let convolutions leave their channels next to each other in memory: ``fusion.channels_last`` and ``pack``.
 Whoever is not known to take either order then reads a copy. A copy is no alias: where somebody writes to memory of

@@ -1,4 +1,4 @@
-"""placement="autocast": what torch.autocast does on CUDA, by promoting dtypes forwards op by op.
+"""Place casts as torch.autocast does on CUDA (placement="autocast"), by promoting dtypes forwards op by op.
 
 Its LOW list runs low, its FP32 list in FP32, its promote list in the widest dtype that arrives; every other op runs on
 what arrives, with torch's own promotion. Where eager autocast would fail on mixed dtypes (``index_put_``, ``lerp``) the
@@ -117,12 +117,14 @@ class _Promotion:
             reads = torch.float32
         else:
             reads = self.context.low if rule is Rule.LOW else self.widest(site.data)
+        # A comparison or a flag takes what arrives, unless the lists name it or its kernel wants one dtype.
         if reads is None or (
             not floats and rule not in (Rule.LOW, Rule.FULL) and (site.facts.native_promotion or len(site.data) == 1)
         ):
             return self.settle(site, floats, Rule.FOLLOW, None)
         if not floats or reads is not self.context.low or not self.walk.adds_up_low(site):
             return self.settle(site, floats, rule, reads)
+        # autocast has FP32 here, whose backward adds up in FP32: read that, and be what arrives behind it.
         self.settle(site, floats, rule, torch.float32)
         notes(site.node).root_dtype = self.dtypes[site.node] = reads
 

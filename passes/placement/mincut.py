@@ -1,4 +1,4 @@
-"""placement="mincut": turn a graph into a cut problem, solve it, and read every node's dtypes from the answer.
+"""Place casts by a minimum cut (placement="mincut"): a graph becomes a cut problem, whose solution has all dtypes.
 
 One variable an op that follows or promotes; one for the data port and the output of a norm whose kernel reads and
 writes low; one for the input of a sum. LOW and FULL ops, sources, user casts and outputs are pins. ``decide`` says what
@@ -171,6 +171,7 @@ class Constraints:
         self._near_poles: set[Node] = set()
         for graph, hands_out, _ in walk.graphs:
             lowers_poles = self.context.policy.lowers_parameters
+            # At O3 weights are low, so no sigmoid is FP32 for a pole: what reads it is only as wide as it (``spared``).
             chains = saturating_chains(graph, hands_out and not lowers_poles, self.context.low)
             self._saturated |= {} if lowers_poles else chains
             self._near_poles |= chains.keys()
@@ -247,6 +248,7 @@ class Constraints:
                 variables.pin_shared(node, variable, assumed_original(notes(site.base).dtype))
             variables.read_original(others)
             return self._decide(node, Rule.KEEP, site.why)
+        # The op writes where other views read: what is unsafe here pins all of that memory.
         square = overflowing_square(site, self.context)
         why = square or self._unsafe(site)
         if why or not self._squares.isdisjoint(others):
@@ -255,6 +257,7 @@ class Constraints:
             return self._decide(node, Rule.FOLLOW, site.why)
         for source in () if site.facts.native_promotion else others:
             variables.read(source, variable)
+        # Memory that another pin made low stays low; then the op is no FULL one, whatever it squares.
         full = square is not None and variables.dtype_of(variable) is torch.float32
         self._decide(node, Rule.FULL if full else site.rule, why or site.why, variable)
 
@@ -287,6 +290,7 @@ class Constraints:
             return self._view_of_written(site, floats)
         if self.classes and not set(site.data).isdisjoint(written_by(node)):
             return self._keep(site, floats)
+        # What is known of this very call comes before the table: a pole, a square, counts, a sum over one value.
         site = spared(site, self._near_poles)
         square = overflowing_square(site, self.context)
         if square is not None:
@@ -370,6 +374,7 @@ class Constraints:
             variable = self.free[node] = variables.value[node] = variables.new(node)
             variables.read_data(site, variable)
             return self._decide(node, site.rule, site.why, variable, site=site)
+        # A sum that accumulates in FP32 puts out FP32, but may read low; a norm's kernel puts out what it reads.
         if accumulates:
             read = variables.new()
             if mixed:  # what it makes of FP32 is FP32, what it makes of low values is free
@@ -415,6 +420,7 @@ class Constraints:
                 variables.pin_shared(node, variable := variables.new(node), self.context.low)
         else:
             variable = variables.new(node)
+        # Its backward sums in the dtype it reads: that is FP32, and its result is cast to where its readers want it.
         read = FP32 if floats and self.walk.adds_up_low(site) else variable
         variables.read_data(site, read)
         # an FP32 input makes the op FP32; of memory that is written there is one dtype, however free all others are
@@ -502,11 +508,13 @@ class Constraints:
         out: int | None = None,
         site: Site | None = None,
     ) -> None:
+        # An input that counts as low is annotated as it arrives: its readers ask for the cast.
         value = self.variables.arriving(node) if self.has(node) else None
         self.decided[node] = _Decided(read, value if out is None else out, rule, self.names_fp32.get(node, why), site)
 
     def widen_unless_read_low(self) -> None:
         """Let ops that commute with rounding be FP32 where an input is, unless all their readers are low."""
+        # Backwards, so that a chain of views in front of low readers is low from its end to its beginning.
         low: set[Node] = set()
         for node, wide in reversed(self._commuting.items()):
             if all(self._reads_low(user, low) for user in node.users):
@@ -529,7 +537,7 @@ def _annotate(constraints: Constraints, dtype: Callable[[int | None], torch.dtyp
         if site is not None and read is not None and not constraints.variables.is_pinned(read):
             why = f"{why}; {_reason(constraints, site, reads, dtype)}"
         annotations.precision = precision_of(node, rule, why, reads, dtype(out))
-        annotations.discard("root_dtype")
+        annotations.discard("root_dtype")  # of an earlier decision: tune decides the same graph many times
         annotations.discard("names_fp32")
     for node in constraints.names_fp32:
         notes(node).names_fp32 = True

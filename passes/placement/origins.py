@@ -1,4 +1,4 @@
-"""Which values count: floats made of integers and constants alone, such as positions, timesteps and their multiples.
+"""Find values that count: floats made of integers and constants alone, such as positions, timesteps and multiples.
 
 Low precision counts to 256 (bfloat16) or 2048 (float16), and a rounded position gives another angle. So such values
 stay FP32, whatever dtype the program takes for them from a low tensor, until a periodic function, a weight or another
@@ -72,7 +72,7 @@ class Origins:
         """Look at a graph. ``operands``: placeholder of a body that runs as part of its caller -> what it is given."""
         for node in graph.nodes:
             self._known[node] = self._origin(node, operands)
-        if Origin.COUNT not in self._known.values():
+        if Origin.COUNT not in self._known.values():  # most models: the second walk is for the others
             return
         for node in reversed(graph.nodes):
             origin = self._known[node]

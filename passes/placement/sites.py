@@ -1,4 +1,4 @@
-"""What both placements ask of a node before they decide it: its rule, its data ports, what its dtype depends on.
+"""Look at a node as placements do before they decide it: its rule, its data ports, what its dtype depends on.
 
 A *site* is one call as the policy sees it. ``data`` are the float arguments on the ports that carry the rule's dtype,
 ``kept`` the others (a norm's weight), which arrive in their original dtype.
@@ -162,6 +162,7 @@ def site_of(node: Node, context: Context) -> Site:
         rule, why = Rule.KEEP, "complex numbers are never touched"
     elif _takes_wide(node):
         rule, why = Rule.KEEP, "of its results that are used one is FP32 whatever arrives"
+    # An override, or torch's registry, may name a dtype in place of a rule.
     dtype = None
     if isinstance(rule, torch.dtype):
         dtype, rule = rule, Rule.FULL if rule is torch.float32 else Rule.LOW
@@ -243,7 +244,7 @@ def precision_of(node: Node, rule: Rule, why: str, reads: torch.dtype | None, ou
         output = info
     compute = reads or (output if node.op.startswith("call") else None)
     if rule is Rule.FULL and compute is not None:
-        compute = torch.float32
+        compute = torch.float32  # inside, also where a norm's kernel reads and writes low
     if output is torch.float64:  # of float64, which nothing casts, whatever the rule
         compute = output
     arrival = reads or (Arrival.ORIGINAL if rule is Rule.KEEP else Arrival.AS_IT_ARRIVES)

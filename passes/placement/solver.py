@@ -1,4 +1,4 @@
-"""Which values are FP32 and which are low, so that the fewest bytes are cast: a minimum s-t cut. Pure graph theory.
+"""Find which values are FP32 and which are low, so that least is cast: a minimum s-t cut. Pure graph theory.
 
 S is FP32, T is low. A tensor v of cost c with users u is cast at most once to each dtype, however many users there are:
 two auxiliary nodes charge each direction once::
@@ -68,6 +68,7 @@ class CutProblem:
 def solve(problem: CutProblem) -> list[bool]:
     """The cheapest assignment, True for FP32; the same one every time."""
     pins = dict(problem.pins)
+    # Closures first: what they pin shrinks tensors to edges of finite capacity, and the network with them.
     closures = _close(problem, pins)
     network = _Network()
     for position, tensor in enumerate(problem.tensors):
@@ -75,6 +76,7 @@ def solve(problem: CutProblem) -> list[bool]:
             _charge(network, tensor, pins, problem.variables + 2 * position)
     for x, y in closures:
         network.add(x, y, inf)
+    # A cost of FP32 pulls towards low, and the other way round.
     for variable, cost in problem.unary.items():
         if variable not in pins:
             network.add(*((variable, _T, cost) if cost > 0 else (_S, variable, -cost)))
@@ -121,6 +123,7 @@ def _charge(network: _Network, tensor: Tensor, pins: Mapping[int, bool], auxilia
         here, there = (_S, _T) if full else (_T, _S)
         end = here if producer in pins else producer
         free = [reader for reader in readers if reader not in pins]
+        # A pinned reader wants the cast whatever the free ones are; a single free one needs no auxiliary node.
         if any(pins.get(reader) is (not full) for reader in readers):
             network.join(end, there, cost, full)
         elif len(free) == 1:
@@ -157,6 +160,7 @@ class _Network:
     def reduce(self) -> set[int]:
         """Settle and remove nodes whose own pull outweighs all their neighbours; the FP32 ones."""
         full: set[int] = set()
+        # A dict is a stack without duplicates: a neighbour of what was settled is looked at once more, soon.
         waiting = dict.fromkeys(self.pull)
         while waiting:
             node, _ = waiting.popitem()

@@ -1,4 +1,4 @@
-"""Time against error: the cut in which every op may be either, for ``fxprec.numerics.tune``.
+"""Trade time against error by a cut in which every op may be either, for ``fxprec.numerics.tune``.
 
 ``pays`` weighs LOW ops against their casts, in time. Here the ops that follow, promote or are FULL are free as well,
 and what is lost by rounding has a price, too: with a weight w (time a unit of squared error) the cut is the least of::
@@ -95,6 +95,7 @@ class TradeOff:
         self._time = self._variables.problem()
         self._base = self._seconds_if_low()
         self._error = self._errors(squares, reads)
+        # A search tries thousands of moves: each is told from the tensors around its variables, not from all.
         self._around: list[tuple[CutProblem, Mapping[int, Sequence[int]]]] = []  # variable -> tensors, by number
         for problem in (self._time, self._error):
             around: dict[int, list[int]] = defaultdict(list)
@@ -127,7 +128,7 @@ class TradeOff:
         """The move with all that closures make of it. None: a pin or the move itself forbids that."""
         whole = dict(move)
         waiting = [*move]
-        for variable, full in waiting:
+        for variable, full in waiting:  # which grows by what is forced
             if self._time.pins.get(variable, full) is not full:
                 return None
             for other in self._forced[variable, full]:
@@ -159,6 +160,7 @@ class TradeOff:
 
     def decided(self) -> Outcome:
         """Return the assignment of the graphs' annotations, as ``decide`` wrote them last."""
+        # The annotations answer another problem, with closures of its own: these must not correct them.
         pins = dict(self._time.pins)
         for node, variable in self.choices.items():
             pins[variable] = computes_full(node)
@@ -300,6 +302,7 @@ class _Budget:
             return None
         if self._is_within(bad):
             return bad
+        # Each cut finds a corner of the hull between the two ends, of which there are few, or that there is none.
         while bad.square != good.square:
             weight = (bad.seconds - good.seconds) / (good.square - bad.square) * 1e12
             found = self.trade.cut(weight)
@@ -307,6 +310,7 @@ class _Budget:
                 break
             good, bad = (found, bad) if self._is_within(found) else (good, found)
         moves = self._moves(good, bad)
+        # From either end, and back from beyond the limit: the best of the three wins.
         back = self._improved(bad, moves)
         found = [good, self._improved(good, moves), self._improved(back, moves)]
         return min(filter(self._is_within, found), key=self.wanted)

@@ -87,6 +87,7 @@ class Variables:
     def pin_shared(self, node: Node, variable: int, dtype: torch.dtype) -> None:
         """Pin a variable that several nodes share. FP32 beats low; what stands for a dtype keeps it."""
         have = self._dtypes.get(variable)
+        # LOW itself is everybody's: only a variable of its own that was pinned to low may still become FP32.
         if have is None or (have is self.low and variable != LOW):
             self._pins[variable], self._dtypes[variable] = dtype is not self.low, dtype
         elif have is not dtype and dtype is not self.low:
@@ -118,6 +119,7 @@ class Variables:
             promotes: its kernel widens a low value at no cost where the variable is FP32.
         """
         if source in self.value:
+            # It reads for nothing only if each call that reads the value in this dtype does.
             known = self._users.setdefault(self.same(source), {})
             known[variable] = known.get(variable, True) and promotes
 
@@ -129,6 +131,7 @@ class Variables:
 
     def read_data(self, site: Site, variable: int) -> None:
         """Note a call that reads its data in the dtype of ``variable``, and its other floats in their original ones."""
+        # One FP32 operand of the call that promotes makes the kernel widen the others as it reads them.
         wide = site.facts.native_promotion and any(
             self.value.get(source) == FP32 and self._widens(source) for source in site.data
         )
@@ -149,6 +152,7 @@ class Variables:
 
     def promoting(self, site: Site) -> list[int]:
         """The inputs that make an op FP32: the dimensioned ones, or the 0-dim ones among themselves."""
+        # As in torch's promotion: a 0-dim tensor does not widen one with dimensions.
         known = [source for source in site.data if source in self.value]
         scalars = all(self._is_scalar(source) for source in site.data)
         return [self.value[source] for source in known if scalars or self._widens(source)]
@@ -164,6 +168,7 @@ class Variables:
         return variable in self._users.get(self.same(source), {})
 
     def problem(self) -> CutProblem:
+        # A body's placeholder costs what the caller's value costs (``_origin``): of a weight there is one shadow.
         costs = self._costs or ByteCosts(self._users, self.absorbs)
         tensors = [
             Tensor(

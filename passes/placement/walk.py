@@ -181,6 +181,7 @@ class Walk:
         self.operands |= bound or {}
         self.graphs.append(Entered(gm.graph, returns is Rule.KEEP or bound is not None, bound is not None))
         self.classes |= written_classes(gm.graph)
+        # A body that is called twice has one set of casts: it cannot be decided as part of either caller.
         self._calls += Counter({id(body): len(node.users) for node, body in bodies_in(gm).items()})
         for node in gm.graph.nodes:
             if node.op == "placeholder":
@@ -201,11 +202,13 @@ class Walk:
     def _call(self, site: Site) -> None:
         node, base, why = site.node, self._known(site.base), site.why
         floats = carries_float(notes(node).dtype)
+        # Indexing by a tensor reads values and adds up gradients, as ``index`` does; by numbers it is a view.
         is_index = site.name == "getitem" and floats and base is not None
         if is_index and picks_by_tensor(node.args[1], unknown=node not in self.classes):
             lookup = site._replace(facts=facts_of("index"))
             self._add(Step(node, Kind.LOOKUP, why, Rule.FOLLOW, base, lookup, floats))
         elif site.name in ("getitem", "getattr"):
+            # A result of a body is the body's own value: what reads it reads that.
             whole: object = site.base
             returned = self._results.get(site.base)
             if returned is not None and isinstance(node.args[1], int):
@@ -281,6 +284,7 @@ def _bind_operands(node: Node) -> dict[Node, Node] | None:
     if notes(node).op.name not in _TRANSPARENT:
         return None
     handed = [leaf for leaf in leaves(node.args) if not isinstance(leaf, str)]
+    # Operands follow the body: before it come flags of the op.
     at = next(i for i, leaf in enumerate(handed) if isinstance(leaf, Node) and body_of(leaf) is not None)
     given = handed[at + 1 :]
     inputs = list(_bodies(node)[0].graph.find_nodes(op="placeholder"))

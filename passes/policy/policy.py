@@ -77,7 +77,7 @@ class CustomRule:
             raise PolicyError(
                 f"rule of op {self.op!r}{place} is {precision_name(found)}, but must be one of {', '.join(Rule)}"
             )
-        object.__setattr__(self, "rule", found)
+        object.__setattr__(self, "rule", found)  # frozen, and "low" is given as a string as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +290,7 @@ class Policy:
         known, why = self.row(op_name, table_rule, device)
         for override in reversed(self.overrides):
             found = override.match(op_name, node, module_path)
+            # A module holds ops that nobody thought of: those that keep their dtypes may have no low kernel.
             if found is not None and not (override.kind == "modules" and known is Rule.KEEP):
                 value = "" if override.precision else f" = {precision_name(found)}"
                 return found, f"override {override}{value}"
