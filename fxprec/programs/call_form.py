@@ -333,30 +333,14 @@ def form_of_call(
             ways.setdefault(id(tensor), []).append(Way(name, steps))
     taken = [_way(each.source, value, owner, ways, given) for each, value in zip(placeholders, inputs, strict=True)]
     # What each argument must be in a later call: of tensors dtype and sizes, and which of them are one.
-    shapes = {id(value): each.kind for each, value in zip(placeholders, inputs, strict=True)}
-    groups = {found: f"={number}" for number, (found, where) in enumerate(ways.items()) if len(where) > 1}
-    dynamic = {way.name for way in taken if isinstance(way, Way) and not isinstance(given[way.name], Tensor)}
-
-    def expected(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return shapes.get(id(value), "Tensor") + groups.get(id(value), "")
-        if type(value) in (list, tuple):
-            return [*map(expected, value)]
-        if plain_constant(value):
-            return (value,)
-        # An object without tensors may hold anything: the graph has it built in, if it read it.
-        held = held_by(value)
-        of_tensors = type(value) is dict or any(True for _ in _tensors_in(held))
-        return {key: expected(part) for key, part in held.items()} if of_tensors else ANYTHING
-
-    def expected_argument(name: str, value: Any) -> Any:
-        if name in dynamic and isinstance(value, _NUMBERS):
-            return ANYTHING
-        wanted = expected(value)
-        # No object can be told from one that is built in.
-        return () if wanted is ANYTHING else wanted
-
-    wanted = {name: expected_argument(name, value) for name, value in given.items()}
+    kinds = {id(value): each.kind for each, value in zip(placeholders, inputs, strict=True)}
+    for number, (tensor, where) in enumerate(ways.items()):
+        if len(where) > 1:
+            kinds[tensor] = f"{kinds.get(tensor, 'Tensor')}={number}"
+    numbers = {way.name for way in taken if isinstance(way, Way) and isinstance(given[way.name], _NUMBERS)}
+    wanted = {name: ANYTHING if name in numbers else _expected(value, kinds) for name, value in given.items()}
+    # No other object can be told from one that is built in: it must be left out.
+    wanted |= {name: () for name, each in wanted.items() if each is ANYTHING and name not in numbers}
     # A number that a symbol stands for is another one in the next call: an output must not have it built in.
     changing = [value for value in (*inputs, *results) if isinstance(value, _NUMBERS)]
     for each, value in zip(placeholders, inputs, strict=True):
@@ -367,6 +351,20 @@ def form_of_call(
     read = [(each.source, way) for each, way in zip(placeholders, taken, strict=True) if not isinstance(way, Way)]
     constants = [(source, value) for source, value in read if source.startswith("L")]
     return CallForm(arguments_of(signature, wanted), tuple(taken), (outputs.built(output),), tuple(constants))
+
+
+def _expected(value: Any, kinds: Mapping[int, str]) -> Any:
+    """Return what an argument, or a part of one, must be in a later call; ``kinds``: of the tensors, by id."""
+    if isinstance(value, Tensor):
+        return kinds.get(id(value), "Tensor")
+    if type(value) in (list, tuple):
+        return [_expected(part, kinds) for part in value]
+    if plain_constant(value):
+        return (value,)
+    # An object without tensors may hold anything: the graph has it built in, if it read it.
+    held = held_by(value)
+    of_tensors = type(value) is dict or any(True for _ in _tensors_in(held))
+    return {key: _expected(part, kinds) for key, part in held.items()} if of_tensors else ANYTHING
 
 
 def _by_name(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
