@@ -121,8 +121,8 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
     writes_weights = any(notes(node).kind == "parameter" for node in written)
     function = without_autocast(_runner(lifted, function), device)
     # What it neither writes nor copies may share memory with anything.
-    matters = {node.target for node in _written_or_copied(gm.graph)} if written else ()
-    watched = tuple(target for target in named["plain"] if target in matters)
+    matters = {weight_path(node) for node in _written_or_copied(gm.graph) if node.op == "get_attr"} if written else ()
+    watched = tuple(path for path in named["plain"] if path in matters)
     return Program(function, named["low"], named["plain"], lifted, bool(written), watched, writes_weights)
 
 

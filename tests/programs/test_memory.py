@@ -202,3 +202,29 @@ def test_a_weight_that_is_gone_is_another_graph(change) -> None:
     change(plain)
     for _ in range(2):
         assert model(x).allclose(plain(x), atol=0.05)
+
+
+class Doubling(nn.Module):
+    """Writes to a buffer of a part between two reads of its input."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.fc, self.part = nn.Linear(8, 8, bias=False), name
+        self.add_module(name, nn.Module())
+        self.get_submodule(name).register_buffer("b", torch.ones(sizes))
+
+    def forward(self, a):
+        h = self.fc(a)
+        getattr(self, self.part).b.mul_(2)
+        return self.fc(a) - h
+
+
+@pytest.mark.parametrize("name", ["other", "code"])
+def test_weights_of_a_name_that_no_graph_module_can_have_are_watched(name: str) -> None:
+    """``code`` is an attribute of every graph module: there it is ``code_``."""
+    model, _ = fxprec.convert(Doubling(name), dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert not model(torch.randn(sizes)).any()
+        shared = model.get_submodule(name).b
+        expected = model.fc(shared.clone())
+        torch.testing.assert_close(model(shared), expected, atol=0.05, rtol=0.05)
