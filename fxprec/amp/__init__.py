@@ -8,7 +8,7 @@
     optimizer.step()
 """
 
-# Scripts read ``amp._amp_state.loss_scalers[0].loss_scale()``.
+# Scripts read ``amp._amp_state.loss_scalers[0].loss_scale()``: the object hides the module of this name.
 from fxprec.amp._amp_state import _amp_state, master_params
 from fxprec.amp.fp16_optimizer import FP16_Optimizer
 from fxprec.amp.functions import (

@@ -1,16 +1,15 @@
-"""Runs functions that a user wants in one precision: decorated ones, registered ones, and regions without casts.
+"""Functions that a user wants in one precision, decorated or registered by name, and regions without casts.
 
 ::
 
     @amp.float_function
     def contrastive_loss(a, b): ...
 
-    amp.register_half_function(my_ops, "correlate")
-    model, optimizer = amp.initialize(model, optimizer)
+    amp.register_half_function(my_ops, "correlate")      # before amp.initialize
 
 A decorated function casts its arguments and runs outside of autocast, wherever it is called. In a converted model
 dynamo captures that as a region, and the passes leave what is in it in the dtypes of its arguments. A promoting
-function only casts its arguments to the widest of them. float64 and whole numbers are never cast.
+function only casts its arguments to the widest of them.
 
 A registered function is replaced in its module by a decorated one when ``initialize`` comes. torch is not patched: its
 functions and module classes become overrides of the model's policy. They act in the models, under every spelling.
@@ -36,13 +35,17 @@ from fxprec.passes.graph.annotations import Rule, notes
 from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import rule_of
 from fxprec.passes.policy.policy import Policy
+from fxprec.torch_internals import tree_map_only
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 #: Casts by name: dynamo's graphs tell a cast that was written so from one that merely follows another tensor's dtype.
+#: What has another dtype (float64, whole numbers) is never cast.
 _CASTS: Final = {torch.float32: Tensor.float, torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16}
-_RULES: Final = {"half": Rule.LOW, "float": Rule.FULL, "promote": Rule.PROMOTE}
+_RULES: Final[dict[Kind, Rule]] = {"half": Rule.LOW, "float": Rule.FULL, "promote": Rule.PROMOTE}
+
+# -- decorated ---------------------------------------------------------------------------------------------------------
 
 
 def half_function(fn: Callable[P, R]) -> Callable[P, R]:
@@ -69,7 +72,7 @@ def disable_casts() -> Iterator[None]:
     Raises:
         RuntimeError: at O3, where the parameters themselves are low.
     """
-    # FP32 could not be had by leaving casts out: there are no FP32 values.
+    # FP32 could not be had by leaving casts out at O3: there are no FP32 values.
     properties = state.opt_properties
     if properties is not None and properties.enabled and properties.level == "O3":
         raise RuntimeError(
@@ -96,58 +99,39 @@ def decorated(fn: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        low = state.low
-        if low is None or state.disabled:
+        if state.low is None or state.disabled:
             return fn(*args, **kwargs)
+        promotes = kind == "promote"
+        dtype = widest((args, kwargs)) if promotes else state.low if kind == "half" else torch.float32
+        if dtype is not None:
+            args, kwargs = cast_arguments((args, kwargs), dtype, state.device)
         # Promotion changes arguments alone; what the function computes in follows from them.
-        if kind == "promote":
-            wide = widest(args, kwargs)
-            if wide is None:
-                return fn(*args, **kwargs)
-            return fn(*cast_arguments(args, wide, state.device), **cast_arguments(kwargs, wide, state.device))
-        dtype = low if kind == "half" else torch.float32
-        with torch.autocast(state.device, enabled=False):
-            return fn(*cast_arguments(args, dtype, state.device), **cast_arguments(kwargs, dtype, state.device))
+        with contextlib.nullcontext() if promotes else torch.autocast(state.device, enabled=False):
+            return fn(*args, **kwargs)
 
     # Registered functions are decorated once, however often ``initialize`` is called.
     wrapper._fxprec_amp = kind  # type: ignore[attr-defined]
     return wrapper
 
 
-def is_decorated(value: Any) -> bool:
-    """Return whether a function came from ``decorated``."""
-    return hasattr(value, "_fxprec_amp")
-
-
 def cast_arguments(value: Any, dtype: torch.dtype, device: str) -> Any:
     """Cast tensors on that device type to ``dtype``; looks into lists, tuples and dicts, nested or not."""
-    if isinstance(value, Tensor):
-        return _CASTS[dtype](value) if _is_castable(value) and value.device.type == device else value
-    if isinstance(value, dict):
-        return {key: cast_arguments(part, dtype, device) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [cast_arguments(part, dtype, device) for part in value]
-        # A namedtuple takes its fields one by one.
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
+
+    def cast(tensor: Tensor) -> Tensor:
+        return _CASTS[dtype](tensor) if tensor.dtype in _CASTS and tensor.device.type == device else tensor
+
+    return tree_map_only(Tensor, cast, value)
 
 
-def widest(*values: Any) -> torch.dtype | None:
+def widest(value: Any) -> torch.dtype | None:
     """Return the dtype that holds all float tensors but float64 ones, where they are of more than one; else None."""
-    found = {leaf.dtype for leaf in _leaves(values) if isinstance(leaf, Tensor) and _is_castable(leaf)}
+    dtypes: set[torch.dtype] = set()
+    tree_map_only(Tensor, lambda tensor: dtypes.add(tensor.dtype), value)
+    found = dtypes & _CASTS.keys()
     return functools.reduce(torch.promote_types, found) if len(found) > 1 else None
 
 
-def _is_castable(value: Tensor) -> bool:
-    return value.is_floating_point() and value.dtype in _CASTS
-
-
-def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, list | tuple):
-        return [leaf for part in value for leaf in _leaves(part)]
-    if isinstance(value, dict):
-        return [leaf for part in value.values() for leaf in _leaves(part)]
-    return [value]
+# -- registered --------------------------------------------------------------------------------------------------------
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -188,6 +172,7 @@ def with_registered(policy: Policy, model: nn.Module) -> Policy:
         # An op of the table is overridden by its canonical name, so that every spelling follows.
         if entry.op is not None:
             policy = policy.override(where=IsOp(entry.op, rule))
+        # A policy refuses modules that the model lacks.
         elif _is_module_class(value) and any(issubclass(each, value) for each in classes):
             policy = policy.override(modules={value: rule})
     return policy
@@ -197,7 +182,7 @@ def patch_registered(undo: contextlib.ExitStack) -> None:
     """Replace the other registered functions in their modules, each once; ``undo`` gets what takes it back."""
     for entry in state.registered:
         function = getattr(entry.module, entry.name)
-        if entry.op is None and not _is_module_class(function) and not is_decorated(function):
+        if entry.op is None and not _is_module_class(function) and not hasattr(function, "_fxprec_amp"):
             setattr(entry.module, entry.name, decorated(function, entry.kind))
             undo.callback(setattr, entry.module, entry.name, function)
 
@@ -208,13 +193,16 @@ def _register(module: Any, name: str, kind: Kind) -> None:
     value = getattr(module, name)
     if not callable(value) or (isinstance(value, type) and not _is_module_class(value)):
         raise TypeError(f"{name} of {module} is {value!r}: register functions, or classes of nn.Module")
-    # torch is never patched: what has no row cannot be reached by a policy.
-    op = _op_of(module, name, value)
-    if op is None and _is_torchs(module) and not _is_module_class(value):
-        raise ValueError(
-            f"{name} of {module} is a function of torch without a row in the op table, and torch is not patched: "
-            "wrap it in a function of your own, decorated with one of amp's"
-        )
+    op = None
+    owner = module.__module__ if isinstance(module, type) else getattr(module, "__name__", "")
+    if owner.partition(".")[0] == "torch" and not _is_module_class(value):
+        # torch is never patched: what has no row cannot be reached by a policy.
+        op = _op_of(module, name, value)
+        if op is None:
+            raise ValueError(
+                f"{name} of {module} is a function of torch without a row in the op table, and torch is not patched: "
+                "wrap it in a function of your own, decorated with one of amp's"
+            )
     if state.low is not None:
         warnings.warn(
             f"amp.register_{kind}_function({name!r}) after amp.initialize: it takes effect at the next initialize. "
@@ -227,20 +215,12 @@ def _register(module: Any, name: str, kind: Kind) -> None:
 
 def _op_of(module: Any, name: str, value: Any) -> str | None:
     """Return the canonical name of a function or Tensor method of torch that the op table knows."""
-    if _is_module_class(value) or not _is_torchs(module):
-        return None
-    # Names are known of nodes, so a call of the function is made one.
+    # The table is asked about nodes, as in a model's graph: a graph of one call is the shortest way to one.
     graph = Graph()
     argument = graph.placeholder("x")
     method = module is torch.Tensor
     op = canonical_op(graph.call_method(name, (argument,)) if method else graph.call_function(value, (argument,)))
     return op.name if op is not None and rule_of(op.name) is not None else None
-
-
-def _is_torchs(owner: Any) -> bool:
-    """Return whether a module or class is one of torch's own."""
-    owner_module = owner.__module__ if isinstance(owner, type) else getattr(owner, "__name__", "")
-    return owner_module.partition(".")[0] == "torch"
 
 
 def _is_module_class(value: Any) -> bool:

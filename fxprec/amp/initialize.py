@@ -1,4 +1,4 @@
-"""Initializes models and optimizers: models are converted in place, optimizers learn to skip, losses get scales."""
+"""Initialize models and optimizers: models are converted in place, optimizers learn to skip, losses get scales."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import contextlib
 import glob
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxprec.amp._amp_state import maybe_print, state
+from fxprec.amp._amp_state import AmpLossScaler, Properties, maybe_print, properties_of, state
 from fxprec.amp.fp16_optimizer import FP16_Optimizer
 from fxprec.amp.functions import patch_registered, with_registered
-from fxprec.amp.loss_scale import AmpLossScaler
-from fxprec.amp.properties import BRIEF, Properties, properties_of
 from fxprec.amp.scaling import STASH, guard_step
 from fxprec.convert import convert
 from fxprec.errors import ConversionError
@@ -29,6 +27,13 @@ from fxprec.passes.policy.policy import Policy
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.settings import Settings
 from fxprec.torch_internals import BatchNorm, tree_map_only
+
+_BRIEF: Final = {
+    "O0": "nothing is lowered",
+    "O1": "matrix products and convolutions are lowered, parameters and the residual stream stay FP32",
+    "O2": "the residual stream is lowered too; batch norms and the master weights, which are the parameters, stay FP32",
+    "O3": "the parameters themselves become low",
+}
 
 
 def initialize(
@@ -52,11 +57,20 @@ def initialize(
     Parameters stay FP32 and are the master weights, unless ``master_weights=False`` makes them low. So optimizers may
     be made before or after. A later call makes new loss scalers; earlier models and optimizers go on with these.
 
+    The level only sets the defaults of five options::
+
+        opt_level                  O0        O1        O2        O3
+        cast_model_type            float32   None      low       low         low: float16 on CUDA, else bfloat16
+        patch_torch_functions      False     True      False     False
+        keep_batchnorm_fp32        None      None      True      False
+        master_weights             False     None      True      False
+        loss_scale                 1.0       dynamic   dynamic   1.0
+
     Args:
         models: one, or a list; each is converted in place.
         optimizers: one, a list, or None.
         enabled: False: nothing happens, and every other call of amp is a no-op.
-        opt_level: "O0" to "O3": the defaults of what follows; see ``fxprec.amp.properties``.
+        opt_level: "O0" to "O3".
         cast_model_type: the dtype to lower to; None: float16 on CUDA, bfloat16 elsewhere. float32: nothing is lowered.
         patch_torch_functions: at O1, False: nothing is lowered.
         keep_batchnorm_fp32: at O2 and O3: batch norms compute in FP32 with FP32 parameters. Or "True", "False".
@@ -84,7 +98,9 @@ def initialize(
     all_optimizers = _list_of(optimizers, Optimizer, "optimizers must be either a single optimizer or a list of them")
     all_models = _list_of(models, nn.Module, "models must be either a single model or a list of them")
     check_models(all_models, low=state.allow_incoming_model_not_fp32)
-    _check_outputs(cast_model_outputs)
+    outputs = cast_model_outputs
+    if outputs is not None and not (isinstance(outputs, torch.dtype) and outputs.is_floating_point):
+        raise TypeError(f"cast_model_outputs must be a floating-point torch.dtype or None, not {outputs!r}")
     device = device_of(all_models)
     properties = properties_of(
         opt_level,
@@ -102,16 +118,18 @@ def initialize(
     scalers = [AmpLossScaler(properties, device, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
     # Whatever refuses half-way is undone: models, patched functions and the state are as before.
     with contextlib.ExitStack() as undo:
-        undo.callback(_restore, state.device, state.low)
+        undo.callback(vars(state).update, device=state.device, low=state.low)
         state.device, state.low = device, properties.dtype if properties.has_functions else None
         if properties.has_functions:
             patch_registered(undo)
         for model in all_models:
             convert_model(model, properties, cast_model_outputs, scalers[0].scaler, undo)
-        # State that an optimizer has from before is FP32, as its parameters were.
-        if properties.level == "O3":
-            for optimizer in all_optimizers:
-                _recast(optimizer, undo)
+        # State that was made for FP32 parameters gets the low dtype of its parameters when it is loaded.
+        for optimizer in all_optimizers if properties.level == "O3" else ():
+            if optimizer.state:
+                before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+                undo.callback(optimizer.__setstate__, before)
+                optimizer.load_state_dict(optimizer.state_dict())
         undo.pop_all()
     # From here on nothing fails: the state of the process may change.
     state.opt_properties, state.loss_scalers, state.verbosity = properties, scalers, verbosity
@@ -119,7 +137,7 @@ def initialize(
     state.models.update(all_models)
     for optimizer in all_optimizers:
         guard_step(optimizer, properties)
-    maybe_print(f"Selected optimization level {opt_level}:  {BRIEF[opt_level]}.", rank0=True)
+    maybe_print(f"Selected optimization level {opt_level}:  {_BRIEF[opt_level]}.", rank0=True)
     maybe_print(f"After processing overrides, optimization options are:\n{properties}", rank0=True)
     return models if optimizers is None else (models, optimizers)
 
@@ -143,24 +161,6 @@ def _list_of(given: Any, kind: type, message: str) -> list[Any]:
     return entries
 
 
-def _check_outputs(dtype: Any) -> None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"cast_model_outputs must be a floating-point torch.dtype or None, not {dtype!r}")
-
-
-def _recast(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
-    """Cast state that was made for FP32 parameters to the low dtype of its parameters."""
-    # load_state_dict casts state to its parameter's dtype.
-    if optimizer.state:
-        before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
-        undo.callback(optimizer.__setstate__, before)
-        optimizer.load_state_dict(optimizer.state_dict())
-
-
-def _restore(device: str, low: torch.dtype | None) -> None:
-    state.device, state.low = device, low
-
-
 def device_of(models: Iterable[nn.Module]) -> str:
     """Return "cuda" if a parameter of any model is there, else the first model's device type, else "cpu"."""
     # A run on a GPU may have small models on the CPU beside it; one scale serves all of them.
@@ -175,13 +175,12 @@ def check_models(models: Iterable[nn.Module], low: bool = False) -> None:
         RuntimeError: a model in a parallel wrapper, or with low-precision parameters or buffers.
     """
     for model in models:
-        for wrapper in (nn.parallel.DistributedDataParallel, nn.DataParallel):
-            if isinstance(model, wrapper):
-                raise RuntimeError(
-                    f"Incoming model is an instance of {type(model).__module__}.{type(model).__name__}. Parallel "
-                    "wrappers should only be applied to the model(s) AFTER the model(s) have been returned from "
-                    "amp.initialize"
-                )
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise RuntimeError(
+                f"Incoming model is an instance of {type(model).__module__}.{type(model).__name__}. Parallel "
+                "wrappers should only be applied to the model(s) AFTER the model(s) have been returned from "
+                "amp.initialize"
+            )
         if low or is_converted(model):
             continue  # at O3 its parameters are low; ``convert_model`` compares what it was converted to
         for kind, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
@@ -210,17 +209,24 @@ def convert_model(
     policy = Policy.preset(properties.level)
     if properties.has_functions:
         policy = with_registered(policy, model)
-    kept = _batch_norms(model) if properties.keep_batchnorm_fp32 and properties.level == "O3" else {}
-    if kept:
-        # O3's policy lowers norms; apex keeps their parameters FP32 if asked to.
-        policy = _override(policy, kept, Rule.FULL)
-    # O2's policy keeps them FP32, unless one asks for the opposite.
-    if properties.keep_batchnorm_fp32 is False and properties.level == "O2" and (lowered := _batch_norms(model)):
-        policy = _override(policy, lowered, Rule.LOW)
+    # O3's policy lowers batch norms, O2's does not: an override only where the option says otherwise.
+    kept, rule = properties.keep_batchnorm_fp32, None
+    if properties.level == "O3" and kept:
+        rule = Rule.FULL
+    elif properties.level == "O2" and kept is False:
+        rule = Rule.LOW
+    norms = [path for path, each in model.named_modules() if isinstance(each, BatchNorm) and each.affine]
+    if rule is not None and norms:
+        policy = policy.override(modules={glob.escape(path) or "*": rule for path in norms})  # "*": the model is one
     # A second ``initialize`` may name a model again, if it asks for the same.
     if is_converted(model):
-        _check_same(model, Settings(policy=policy, dtype=properties.dtype, device=conversion_of(model).settings.device))
-        conversion_of(model).start_over()  # decorated functions may be others now
+        conversion = conversion_of(model)
+        if conversion.settings != Settings(policy, properties.dtype, conversion.settings.device):
+            raise ConversionError(
+                f"{type(model).__name__} is converted already, to another level, dtype or policy than this "
+                "amp.initialize asks for: fxprec.revert(model) first, or initialize all models in one call"
+            )
+        conversion.start_over()  # decorated functions may be others now
     else:
         convert(model, policy=policy, dtype=properties.dtype, scaler=scaler)
         undo.callback(put_back, model)
@@ -231,15 +237,6 @@ def convert_model(
         undo.callback(model.register_forward_hook(CastOutputs(cast_outputs)).remove)
 
 
-def _batch_norms(model: nn.Module) -> dict[str, BatchNorm]:
-    """Return path -> batch norm, of those with parameters: as in apex, only these are kept."""
-    return {path: each for path, each in model.named_modules() if isinstance(each, BatchNorm) and each.affine}
-
-
-def _override(policy: Policy, norms: Iterable[str], rule: Rule) -> Policy:
-    return policy.override(modules={glob.escape(path) or "*": rule for path in norms})  # "*": the model is one itself
-
-
 def _state_in_fp32(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
     """Save low tensors as FP32, as a state_dict hook, so that a checkpoint of any level loads at any other."""
     for key, value in state.items():
@@ -247,22 +244,14 @@ def _state_in_fp32(module: nn.Module, state: dict[str, Any], prefix: str, _metad
             state[key] = value.float()
 
 
-def _check_same(model: nn.Module, wanted: Settings) -> None:
-    if conversion_of(model).settings != wanted:
-        raise ConversionError(
-            f"{type(model).__name__} is converted already, to another level, dtype or policy than this amp.initialize "
-            "asks for: fxprec.revert(model) first, or initialize all models in one call"
-        )
-
-
 @dataclass(frozen=True)
 class CastOutputs:
-    """Forward hook that casts the floating-point tensors that a model returns to ``dtype``."""
+    """Forward hook that casts the floating-point tensors that a model returns to ``dtype``.
+
+    A class and no closure, so that a model with the hook can be pickled.
+    """
 
     dtype: torch.dtype
 
-    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        return tree_map_only(Tensor, self._cast, output)
-
-    def _cast(self, value: Tensor) -> Tensor:
-        return value.to(self.dtype) if value.is_floating_point() else value
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return tree_map_only(Tensor, lambda x: x.to(self.dtype) if x.is_floating_point() else x, output)

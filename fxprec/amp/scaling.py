@@ -1,4 +1,4 @@
-"""Scales losses: ``scale_loss`` scales, runs the backward, unscales and checks, and makes optimizers skip a step."""
+"""Scale losses: ``scale_loss`` scales, runs the backward, unscales and checks, and makes optimizers skip a step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxprec.amp._amp_state import master_params, maybe_print, state
-from fxprec.amp.loss_scale import AmpLossScaler, checked_entry
-from fxprec.amp.properties import Properties
+from fxprec.amp._amp_state import (
+    AmpLossScaler,
+    Properties,
+    checked_entry,
+    master_params,
+    maybe_print,
+    state,
+)
 
 #: Where an optimizer keeps its ``Stash``; its presence tells that it went through ``initialize``.
 STASH = "_amp_stash"
@@ -48,9 +53,7 @@ class Stash:
     def all_fp16_params(self) -> list[Tensor]:
         return []
 
-    @property
-    def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        return []
+    all_fp32_from_fp16_params = all_fp16_params
 
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
@@ -87,20 +90,21 @@ def scale_loss(
     if not state.properties("amp.scale_loss").enabled:
         yield loss
         return
-    owners = [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
     # Checked before anything is scaled, the optimizers first: their errors name what was forgotten.
+    owners = [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
     stashes = [_stash(owner, loss_id) for owner in owners]
-    if not 0 <= loss_id < len(state.loss_scalers):
+    losses = len(state.loss_scalers)
+    if not 0 <= loss_id < losses:
         raise IndexError(
-            f"loss_id={loss_id}: amp.initialize was called with num_losses={len(state.loss_scalers)}, so it must be "
-            f"between 0 and {len(state.loss_scalers) - 1}"
+            f"loss_id={loss_id}: amp.initialize was called with num_losses={losses}, so it must be between 0 and "
+            f"{losses - 1}"
         )
     scaler = state.loss_scalers[loss_id]
     # Without scaling there is nothing to unscale or check: gradients are not even read.
     if not scaler.dynamic and scaler.loss_scale() == 1.0:
         yield loss.float()
         return
-    with scaler.scaled(loss, owners, delay_unscale) as scaled:
+    with scaler.scaler.scale_loss(loss, owners, delay_unscale=delay_unscale) as scaled:
         # Noted for ``step``: gradients are scaled until the block is left.
         for stash in stashes:
             stash.open = loss_id
@@ -114,7 +118,8 @@ def scale_loss(
     # Without a check the scale stays, and the next block of this loss looks at all of it.
     if delay_unscale or delay_overflow_check:
         return
-    # The first loss that overflowed is the one that the message names.
+    # Noted before the scale moves, which may raise: a step after that must not use these gradients. The first loss
+    # that overflowed is the one that the message names.
     if scaler.found_inf():
         for stash in stashes:
             stash.skip = stash.skip or (loss_id, scaler)
@@ -183,7 +188,7 @@ def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMa
     target: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
     if state.properties("amp.state_dict").enabled:
         for i, scaler in enumerate(state.loss_scalers):
-            target[f"loss_scaler{i}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler.unskipped}
+            target[f"loss_scaler{i}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
     return target
 
 
@@ -200,8 +205,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     entries: dict[int, tuple[float, int]] = {}
     unexpected: list[str] = []
     for key, entry in state_dict.items():
-        # All entries are checked before the first is loaded.
         number = str(key).removeprefix("loss_scaler")
+        # All entries are checked before the first is loaded.
         if str(key).startswith("loss_scaler") and number.isdecimal():
             entries[int(number)] = checked_entry(key, entry)
         else:
@@ -211,8 +216,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {', '.join(unexpected)}. amp.state_dict "
             'has only "loss_scaler0", "loss_scaler1", ...'
         )
-    count = len(state.loss_scalers)
     # A script may have more losses than before: apex warns here, and goes on.
+    count = len(state.loss_scalers)
     if len(entries) != count:
         print(f"Warning: state_dict contains {len(entries)} entries, while {count} loss_scalers are used")
     for number, entry in sorted(entries.items()):

@@ -42,7 +42,7 @@ def test_whole_numbers_float64_and_other_devices_are_left_alone():
 )
 def test_the_widest_is_asked_for_only_where_dtypes_differ(dtypes, expected):
     tensors = [torch.ones(1, dtype=dtype) for dtype in dtypes]
-    assert widest(tensors, {"mask": torch.ones(1, dtype=torch.bool)}) == expected
+    assert widest([tensors, {"mask": torch.ones(1, dtype=torch.bool)}]) == expected
 
 
 def test_the_hook_casts_what_a_model_returns_and_travels_with_it():

@@ -7,9 +7,7 @@ import random
 import pytest
 import torch
 
-from fxprec.amp import loss_scale as module
-from fxprec.amp.loss_scale import AmpLossScaler, checked_entry
-from fxprec.amp.properties import properties_of
+from fxprec.amp._amp_state import AmpLossScaler, checked_entry, properties_of
 from fxprec.errors import LossScaleFloorError
 
 
@@ -26,7 +24,7 @@ class Loop:
         self.optimizer = torch.optim.SGD([self.parameter], lr=1.0)
 
     def run(self, overflow: bool) -> bool:
-        with self.scaler.scaled(self.parameter.sum(), [self.optimizer], False) as loss:
+        with self.scaler.scaler.scale_loss(self.parameter.sum(), self.optimizer) as loss:
             loss.backward()
             if overflow:
                 self.parameter.grad[0] = float("inf")
@@ -37,9 +35,9 @@ class Loop:
 
 
 @pytest.mark.parametrize("low, high", [(None, 2.0**24), (2.0**14, 2.0**17), (None, 2.0**10)])
-def test_a_dynamic_scale_halves_doubles_and_stays_within_its_bounds(low, high, monkeypatch):
-    monkeypatch.setattr(module, "WINDOW", 3)
+def test_a_dynamic_scale_halves_doubles_and_stays_within_its_bounds(low, high):
     loop = Loop(made(low=low, high=high))
+    loop.scaler._scale_seq_len = 3
     scale, unskipped = min(2.0**16, high), 0
     chance = random.Random(0)
     for _ in range(40):
@@ -51,28 +49,28 @@ def test_a_dynamic_scale_halves_doubles_and_stays_within_its_bounds(low, high, m
             unskipped += 1
         if unskipped == 3:
             scale, unskipped = min(high, scale * 2), 0
-        assert (loop.scaler.loss_scale(), loop.scaler.unskipped) == (scale, unskipped)
+        assert (loop.scaler.loss_scale(), loop.scaler._unskipped) == (scale, unskipped)
 
 
 def test_it_starts_at_65536_and_doubles_after_2000_good_steps():
     loop = Loop(made())
     loop.scaler.load(2.0**16, 1998)
     loop.run(False)
-    assert (loop.scaler.loss_scale(), loop.scaler.unskipped) == (2.0**16, 1999)
+    assert (loop.scaler.loss_scale(), loop.scaler._unskipped) == (2.0**16, 1999)
     loop.run(False)
-    assert (loop.scaler.loss_scale(), loop.scaler.unskipped) == (2.0**17, 0)
+    assert (loop.scaler.loss_scale(), loop.scaler._unskipped) == (2.0**17, 0)
 
 
 def test_a_static_scale_stays_and_never_reports_an_overflow():
     loop = Loop(made("128.0", low=256.0, high=512.0))  # the bounds are for dynamic scales
     assert [loop.run(overflow) for overflow in (False, True, False)] == [False] * 3
-    assert (loop.scaler.loss_scale(), loop.scaler.unskipped) == (128.0, 3)
+    assert (loop.scaler.loss_scale(), loop.scaler._unskipped) == (128.0, 3)
 
 
 def test_gradients_are_unscaled_exactly():
     scaler = made()
     loop = Loop(scaler)
-    with scaler.scaled(loop.parameter.sum(), [loop.optimizer], False) as loss:
+    with scaler.scaler.scale_loss(loop.parameter.sum(), loop.optimizer) as loss:
         assert loss.item() == 2 * 65536
         loss.backward()
         assert loop.parameter.grad.tolist() == [65536, 65536]
@@ -82,12 +80,12 @@ def test_gradients_are_unscaled_exactly():
 def test_a_block_without_gradients_moves_nothing():
     scaler = made()
     loop = Loop(scaler)
-    with scaler.scaled(loop.parameter.sum(), [loop.optimizer], False) as loss:
+    with scaler.scaler.scale_loss(loop.parameter.sum(), loop.optimizer) as loss:
         (gradient,) = torch.autograd.grad(loss, loop.parameter)
     scaler.update()
     assert gradient.tolist() == [65536, 65536]
-    assert (scaler.loss_scale(), scaler.unskipped) == (65536, 0)
-    assert loop.run(False) is False and scaler.unskipped == 1
+    assert (scaler.loss_scale(), scaler._unskipped) == (65536, 0)
+    assert loop.run(False) is False and scaler._unskipped == 1
 
 
 def test_without_a_floor_the_scale_does_not_reach_0_silently():
@@ -124,9 +122,9 @@ def test_loading_continues_from_the_saved_numbers(loss_scale):
     loop = Loop(made(loss_scale))
     loop.run(False)
     loop.scaler.load(512.0, 17)
-    assert (loop.scaler.loss_scale(), loop.scaler.unskipped) == (512.0, 17)
+    assert (loop.scaler.loss_scale(), loop.scaler._unskipped) == (512.0, 17)
     loop.run(False)
-    assert (loop.scaler.loss_scale(), loop.scaler.unskipped) == (512.0, 18)
+    assert (loop.scaler.loss_scale(), loop.scaler._unskipped) == (512.0, 18)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxprec.amp.properties import Properties, properties_of
+from fxprec.amp._amp_state import Properties, properties_of
 
 LOW = torch.bfloat16
 F32 = torch.float32

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxprec.amp._amp_state import AmpState, maybe_print, state
-from fxprec.amp.properties import Properties
+from fxprec.amp._amp_state import AmpState, Properties, maybe_print, state
 
 
 def test_calls_before_initialize_are_refused_by_name():
