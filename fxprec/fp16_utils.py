@@ -67,7 +67,7 @@ class FP16Model(nn.Module):
 
 
 def BN_convert_float(module: Module) -> Module:
-    """Batch norms with parameters back to FP32, in place; returns the module."""
+    """Cast batch norms with parameters back to FP32, in place, and return the module."""
     for each in module.modules():
         if _is_kept(each):
             each.float()
@@ -75,7 +75,7 @@ def BN_convert_float(module: Module) -> Module:
 
 
 def network_to_half(network: nn.Module, dtype: torch.dtype = torch.float16) -> nn.Sequential:
-    """The network in ``dtype``, its batch norms in FP32, behind a cast of its input."""
+    """Return the network in ``dtype``, its batch norms in FP32, behind a cast of its input."""
     return nn.Sequential(tofp16(dtype), BN_convert_float(network.to(dtype)))
 
 
@@ -105,7 +105,7 @@ def convert_network(network: Module, dtype: torch.dtype) -> Module:
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """The trainable parameters of a model, and their FP32 masters.
+    """Return the trainable parameters of a model, and their FP32 masters.
 
     Args:
         model: with low parameters.

@@ -1,4 +1,4 @@
-"""apex's ``DistributedDataParallel`` on PyTorch's: its constructor, and what each argument becomes.
+"""Makes PyTorch's ``DistributedDataParallel`` from apex's arguments. What each of them becomes:
 
     message_size                bucket_cap_mb: that many elements a bucket
     delay_allreduce             one bucket, and parameters without gradients are allowed
@@ -149,7 +149,7 @@ def convert_syncbn_model(
 def _hook(
     reduce: Callable[[Tensor], torch.futures.Future[Any]], before: float, after: float, in_fp32: bool
 ) -> Callable[..., Any]:
-    """A communication hook: times ``before``, summed over the ranks, times ``after``."""
+    """Make a communication hook: times ``before``, summed over the ranks, times ``after``."""
 
     def hook(_state, bucket):  # not annotated: torch compares annotations with objects, and these would be text
         buffer: Tensor = bucket.buffer()

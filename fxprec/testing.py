@@ -108,10 +108,11 @@ def _computing(place: NamedNode, pattern: str) -> Precision | None:
 
 @contextlib.contextmanager
 def check_shadows(model: nn.Module) -> Iterator[None]:
-    """Within the block each forward of a converted module first compares the shadows that it would read as they are,
-    the low copies of weights, with the weights. It finds writes that nothing shows, since they are to a part of a
-    weight only and no version counts them (``weight.data[3] = 0``): under ``no_grad`` any; in training forwards, which
-    copy weights anyway, those after a step of ``fxprec.optim``, which wrote the shadows.
+    """Compare, in each forward within the block, the shadows that would be read as they are with their weights.
+
+    Shadows are the low copies of weights. It finds writes that nothing shows, since they are to a part of a weight only
+    and no version counts them (``weight.data[3] = 0``): under ``no_grad`` any; in training forwards, which copy weights
+    anyway, those after a step of ``fxprec.optim``, which wrote the shadows.
 
     Costs a cast and a comparison of each weight a forward.
 

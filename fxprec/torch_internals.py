@@ -1,4 +1,4 @@
-"""Private names of torch that the top floor needs, and nowhere else: each under a plain name, checked when imported.
+"""Imports the private names of torch that the top floor needs, each under a plain name, checked when imported.
 
 See ``kernels/torch_internals.py`` and ``passes/torch_internals.py``, whose names are not repeated here. What belongs to
 dynamo, inductor and distributed is looked up when it is first used: importing fxprec imports none of them.
@@ -131,19 +131,19 @@ _end_allocation: Final[Any] = (
 
 
 def decomposition_of(op: Any) -> Callable[..., Any] | None:
-    """The op in terms of others, as torch has it; None: torch has none."""
+    """Return the op in terms of others, as torch has it, or None."""
     from torch._decomp import decomposition_table  # 0.1 s, for those alone who ask
 
     return decomposition_table.get(op)
 
 
 def storage_key(tensor: Tensor) -> int:
-    """A number that two tensors share while both live, if they lie in one storage, of no elements too."""
+    """Return a number that two tensors share while both live if they lie in one storage, of no elements too."""
     return tensor.untyped_storage()._cdata
 
 
 def sequence_number(node: Any = None) -> int:
-    """The number of a node of autograd, by the order in which this thread made them; None: of the next one."""
+    """Return the number of a node of autograd, in the order in which this thread made them; None: of the next one."""
     return _get_sequence_nr() if node is None else node._sequence_nr()
 
 
@@ -163,12 +163,12 @@ def node_name_of(graph: Graph, name: str) -> str:
 
 
 def forget_tracer(graph: Graph) -> None:
-    """A pickled graph is traced again, and that by torch.fx's own tracer."""
+    """Have a pickled graph traced again by torch.fx's own tracer."""
     graph._tracer_cls = None
 
 
 def input_check_of(norm: BatchNorm) -> Any:
-    """A key of ``checks_of_input``, or a check of the user's own."""
+    """Return a key of ``checks_of_input``, or a check of the user's own."""
     return type(norm)._check_input_dim
 
 
@@ -185,7 +185,7 @@ def _of_dynamo(path: str) -> Any:
 
 
 def torch_dynamo() -> Any:
-    """The package ``torch._dynamo``, which takes seconds to import."""
+    """Import and return the package ``torch._dynamo``, which takes seconds."""
     with needed:
         import torch._dynamo
 
@@ -194,7 +194,7 @@ def torch_dynamo() -> Any:
 
 @contextlib.contextmanager
 def dynamo_sees_torchs_own_call() -> Iterator[None]:
-    """Around a trace of torch.fx, which replaces ``nn.Module.__call__``.
+    """Show dynamo torch's own ``nn.Module.__call__`` around a trace of torch.fx, which replaces it.
 
     What stands there when dynamo is imported, which many functions of torch do at their first call, dynamo takes for
     torch's own; of modules with another one it traces all that looks for hooks, and guards what it reads there.
@@ -219,7 +219,7 @@ class OpMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Without this, dynamo runs no compiled code below the mode, and skips the frame for good."""
+        """Return True: without this, dynamo runs no compiled code below the mode, and skips the frame for good."""
         return True
 
 
@@ -240,7 +240,7 @@ def hide_from_dynamo(function: Any, why: str, callees: bool = False) -> None:
 
 @contextlib.contextmanager
 def shown_to_dynamo(functions: Sequence[Any]) -> Iterator[None]:
-    """Within the block dynamo looks into these functions that are hidden from it.
+    """Let dynamo look, within the block, into these functions that are hidden from it.
 
     It goes by attributes of the functions, which all threads see: no other thread compiles meanwhile.
     """
@@ -411,7 +411,7 @@ def _add_to_root(builder: Any, expression: str, check: Callable[..., bool], text
 
 
 def function_behind(variable: Any) -> FunctionType | None:
-    """The function that a variable of dynamo's stands for; None for one that is made in the frame."""
+    """Return the function that a variable of dynamo's stands for; None for one that is made in the frame."""
     try:
         function = variable.get_function()
     except NotImplementedError:
@@ -491,7 +491,7 @@ def guard_argument(variable: Any, frame: Any, guard_on: Callable[[Any, Any], Non
 
 
 def with_function(variable: Any, function: FunctionType) -> Any:
-    """The variable of another function that is called like the one of ``variable``, which may be bound to an object."""
+    """Return the variable of another function, called like that of ``variable``, which may be bound to an object."""
     bound = getattr(variable, "obj", None)
     return type(variable)(function) if bound is None else type(variable)(function, bound)
 
@@ -513,12 +513,12 @@ def value_behind(variable: Any) -> tuple[Any, list[type]]:
 
 
 def unwrapped(variable: Any) -> Any:
-    """A variable of dynamo's, past the one that stands for it until somebody looks."""
+    """Return a variable of dynamo's, past the one that stands for it until somebody looks."""
     return variable.unwrap() if hasattr(variable, "is_realized") and variable.is_realized() else variable
 
 
 def type_of_error(variable: Any) -> type[BaseException] | None:
-    """The class of the exception that a variable of dynamo's stands for; None for anything else."""
+    """Return the class of the exception that a variable of dynamo's stands for; None for anything else."""
     kind = getattr(variable, "exc_type", None)
     return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
 
@@ -545,19 +545,19 @@ def skipped_by_dynamo(function: Callable[..., Any]) -> bool:
 
 
 def wrap_inline(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A frame around a function of torch's own in which dynamo captures it."""
+    """Return a frame around a function of torch's own, in which dynamo captures it."""
     return _of_dynamo("external_utils:wrap_inline")(function)
 
 
 def tag_activation_checkpoint() -> Any:
-    """dynamo's operator for activation checkpointing."""
+    """Return dynamo's operator for activation checkpointing."""
     with needed:
         from torch._higher_order_ops.wrap import tag_activation_checkpoint as operator_of_dynamo
     return operator_of_dynamo
 
 
 def checkpoint_context(body: Any) -> Callable[[], Any] | None:
-    """The ``context_fn`` of a checkpointed region of dynamo's."""
+    """Return the ``context_fn`` of a checkpointed region of dynamo's."""
     return body.meta.get("_checkpoint_context_fn")
 
 
@@ -567,7 +567,7 @@ def is_wrapped_by_scheduler(step: Any) -> bool:
 
 
 def was_called(optimizer: Optimizer) -> bool | None:
-    """By which torch's schedulers tell that an optimizer has stepped. None: no scheduler has asked yet."""
+    """Return the mark by which torch's schedulers tell that an optimizer has stepped; None: none has asked yet."""
     return getattr(optimizer, "_opt_called", None)
 
 
@@ -580,7 +580,7 @@ def set_called(optimizer: Any, called: bool | None) -> None:
 
 
 def step_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Hooks of this one optimizer: before a step, and after it."""
+    """Return the hooks of this one optimizer: before a step, and after it."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
@@ -616,13 +616,13 @@ def end_allocation(device: int, pool: Any) -> None:
 
 
 def running_ddp() -> Any:
-    """The DistributedDataParallel whose forward runs, or None."""
+    """Return the DistributedDataParallel whose forward runs, or None."""
     parallel = sys.modules.get("torch.nn.parallel.distributed")
     return None if parallel is None else parallel.DistributedDataParallel._active_ddp_module
 
 
 def sharded_modules() -> list[nn.Module]:
-    """Every living module that ``fully_shard`` was applied to.
+    """Return every living module that ``fully_shard`` was applied to.
 
     Raises:
         ImportError: torch keeps them elsewhere.

@@ -251,7 +251,7 @@ class LossScaler(torch.amp.GradScaler):
         add_back(kept)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float, **kwargs: Any) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` on the optimizer's gradients, unscaled first where they are not.
+        """Clip the optimizer's gradients by ``torch.nn.utils.clip_grad_norm_``, unscaled first where they are not.
 
         Args:
             optimizer: whose gradients.

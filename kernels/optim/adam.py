@@ -34,10 +34,8 @@ from fxprec.kernels.optim.tables import (
     STATE,
     STEP,
     Gradients,
-    check_scalar,
     chunk_place,
     count_step,
-    device_rate,
     elements_at,
     written_aligned,
 )
@@ -212,20 +210,15 @@ def adam_kernel(
     correction = tl.sqrt(1.0 - power2).to(tl.float32)
     decay = (1.0 - rate * double(decay_high, decay_low)).to(tl.float32)
 
-    # If some tensor of the launch is unaligned, each program decides by its own tensor's addresses.
-    if ALIGNED:
+    # If some tensor of the launch is unaligned, each program decides by its own tensor's addresses. With ALIGNED the
+    # compiler sees the first call alone.
+    if ALIGNED or (written_aligned(entry) and address % 16 == 0):
         adam_chunk(
             address, entry, start, length, seed, step, scale, decay, step_size, correction, lerp_weight, beta2,
             one_minus_beta2, eps, decay_high, GRADIENT_DTYPE, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, DECOUPLED,
             AMSGRAD, MAXIMIZE, STOCHASTIC, FROM_GRADIENT, True, True, BLOCK,
         )  # fmt: skip
-    elif not written_aligned(entry):
-        adam_chunk(
-            address, entry, start, length, seed, step, scale, decay, step_size, correction, lerp_weight, beta2,
-            one_minus_beta2, eps, decay_high, GRADIENT_DTYPE, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, DECOUPLED,
-            AMSGRAD, MAXIMIZE, STOCHASTIC, FROM_GRADIENT, False, False, BLOCK,
-        )  # fmt: skip
-    elif address % 16 != 0:
+    elif written_aligned(entry):
         adam_chunk(
             address, entry, start, length, seed, step, scale, decay, step_size, correction, lerp_weight, beta2,
             one_minus_beta2, eps, decay_high, GRADIENT_DTYPE, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, DECOUPLED,
@@ -235,7 +228,7 @@ def adam_kernel(
         adam_chunk(
             address, entry, start, length, seed, step, scale, decay, step_size, correction, lerp_weight, beta2,
             one_minus_beta2, eps, decay_high, GRADIENT_DTYPE, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, DECOUPLED,
-            AMSGRAD, MAXIMIZE, STOCHASTIC, FROM_GRADIENT, True, True, BLOCK,
+            AMSGRAD, MAXIMIZE, STOCHASTIC, FROM_GRADIENT, False, False, BLOCK,
         )  # fmt: skip
     count_step(arrivals + tensor, tl.load(entry + CHUNKS), step_count, step)
 
@@ -260,12 +253,10 @@ def launch(
         ValueError: a scalar is not one float32 on the plan's device.
     """
     plan, tables = gradients.plan, gradients.tables
-    for name, scalar in (("grad_scale", grad_scale), ("found_inf", found_inf)):
-        check_scalar(name, scalar, plan.device)
+    pointer, rate = gradients.scalars(lr, grad_scale, found_inf)
     # No parameter has a gradient: then there is no dtype to compile for.
     if gradients.dtype is None:
         return
-    pointer, rate = device_rate(lr, plan.device)
     beta1, beta2 = settings.betas
     # Triton passes scalars as FP32, which would round lr and log(beta).
     pairs = [split(value) for value in (rate, settings.weight_decay, _log(beta1), _log(beta2))]

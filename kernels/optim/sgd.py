@@ -26,9 +26,7 @@ from fxprec.kernels.optim.tables import (
     SHADOW,
     STATE,
     Gradients,
-    check_scalar,
     chunk_place,
-    device_rate,
     elements_at,
     written_aligned,
 )
@@ -158,20 +156,15 @@ def sgd_kernel(
     if lr is not None:
         rate = tl.load(lr).to(tl.float32)
 
-    # If some tensor of the launch is unaligned, each program decides by its own tensor's addresses.
-    if ALIGNED:
+    # If some tensor of the launch is unaligned, each program decides by its own tensor's addresses. With ALIGNED the
+    # compiler sees the first call alone.
+    if ALIGNED or (written_aligned(entry) and address % 16 == 0):
         sgd_chunk(
             address, entry, start, length, scale, rate, momentum, one_minus_dampening, weight_decay,
             GRADIENT_DTYPE, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, NESTEROV, MAXIMIZE, FIRST,
             True, True, BLOCK,
         )  # fmt: skip
-    elif not written_aligned(entry):
-        sgd_chunk(
-            address, entry, start, length, scale, rate, momentum, one_minus_dampening, weight_decay,
-            GRADIENT_DTYPE, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, NESTEROV, MAXIMIZE, FIRST,
-            False, False, BLOCK,
-        )  # fmt: skip
-    elif address % 16 != 0:
+    elif written_aligned(entry):
         sgd_chunk(
             address, entry, start, length, scale, rate, momentum, one_minus_dampening, weight_decay,
             GRADIENT_DTYPE, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, NESTEROV, MAXIMIZE, FIRST,
@@ -181,7 +174,7 @@ def sgd_kernel(
         sgd_chunk(
             address, entry, start, length, scale, rate, momentum, one_minus_dampening, weight_decay,
             GRADIENT_DTYPE, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, NESTEROV, MAXIMIZE, FIRST,
-            True, True, BLOCK,
+            False, False, BLOCK,
         )  # fmt: skip
 
 
@@ -207,12 +200,10 @@ def launch(
         ValueError: a scalar is not one float32 on the plan's device.
     """
     plan, tables = gradients.plan, gradients.tables
-    for name, scalar in (("grad_scale", grad_scale), ("found_inf", found_inf)):
-        check_scalar(name, scalar, plan.device)
+    pointer, rate = gradients.scalars(lr, grad_scale, found_inf)
     # No parameter has a gradient: then there is no dtype to compile for.
     if gradients.dtype is None:
         return
-    pointer, rate = device_rate(lr, plan.device)
     with on_device(plan.device):
         sgd_kernel[(len(tables.chunks),)](
             tables.chunks, tables.entries, gradients.row, pointer, grad_scale, found_inf,

@@ -63,6 +63,18 @@ class Gradients:
     row: Tensor
     aligned: bool  # theirs and the tables' addresses divide by 16
 
+    def scalars(
+        self, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> tuple[Tensor | None, float]:
+        """Check the scalars of an update, and return the learning rate as ``device_rate`` does.
+
+        Raises:
+            ValueError: a scalar is not one float32 on the plan's device.
+        """
+        for name, scalar in (("grad_scale", grad_scale), ("found_inf", found_inf)):
+            check_scalar(name, scalar, self.plan.device)
+        return device_rate(lr, self.plan.device)
+
     def update_constants(self, block: int) -> dict[str, Any]:
         """Return the constants and options of an update's launch; only FMAs that the kernel writes are FMAs."""
         plan = self.plan
