@@ -94,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
     def command(
         name: str, run: Callable[..., int], tells: str, batches: int, more: str, example: str
     ) -> argparse.ArgumentParser:
+        # Help and description come of one text, so that they cannot differ.
         about = f"{tells[0].upper()}{tells[1:]}. {more} {_TARGET}"
         own = commands.add_parser(
             name,
@@ -206,6 +207,7 @@ def _converted(options: argparse.Namespace, target: Target) -> nn.Module:
         if asked:
             raise ValueError(f"--{asked[0]}: {options.target} gives a model that is converted already")
         return target.model
+    # A model that the factory has converted is taken as it is: options would silently do nothing.
     policy = None if options.policy is None else Policy.from_toml(options.policy)
     dtype = None if options.dtype is None else _DTYPES[options.dtype]
     if (method := _method(options)) != "forward":  # the batches are its arguments, and not those of forward
@@ -288,6 +290,7 @@ def _tune(options: argparse.Namespace, waiting: Waiting) -> int:
     tell(options, found)
     if options.html is not None:
         waiting.say("looking over the graphs")
+        # The page shows the model under the new policy; it has no graphs before a call.
         tuned = under(target.model, policy=found.policy)
         _capture(options, Target(tuned, target.batches, target.loss))
         _write_page(options.html, report(tuned), before=report(target.model))
@@ -341,6 +344,7 @@ def _calibrate(options: argparse.Namespace, waiting: Waiting) -> int:
         if options.threads < 1:
             raise ValueError(f"--threads {options.threads}: at least one")
         torch.set_num_threads(options.threads)
+    # As ``convert`` chooses where nobody says.
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.show:
         tell(options, costs_of(device), _cost_table(costs_of(device)))

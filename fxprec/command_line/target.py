@@ -86,6 +86,7 @@ def _imported(where: str) -> ModuleType:
     path = Path(where).resolve()
     if not path.is_file():
         raise TargetError(f"no file {where}")
+    # A file need be in no package: it runs as python would run it.
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -104,12 +105,14 @@ def told(what: str, function: Any, *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except Exception as error:
+        # The last frame is the line that failed; all before it is ours, or torch's.
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = short_paths(f"{frame.filename}:{frame.lineno}")
         raise TargetError(f"{what}: {type(error).__name__}: {error} (at {place})") from error
 
 
 def _target(name: str, given: Any, most: int) -> Target:
+    # A tuple of other lengths is a model's mistake, and is named below as what it is.
     parts = given if isinstance(given, tuple) and 1 <= len(given) <= 3 else (given,)
     model, batches, loss = [*parts, *((), None)[len(parts) - 1 :]]
     if not isinstance(model, nn.Module):

@@ -243,6 +243,7 @@ class _Bench:
         waiting = list(dtypes)
         for position in range(len(self._cases)):
             self._measure(position, waiting)
+            # Sizes rise: a dtype that is slow already is not measured at larger ones.
             waiting = [
                 dtype for dtype in waiting if self.best[dtype][position] * self._cases[position].calls < _LONGEST
             ]
@@ -325,6 +326,7 @@ def _product(m: int, k: int, n: int) -> Callable[[torch.device, torch.dtype], Ru
 
 def _rows(rows: int, size: int) -> Case:
     """Return a product of few rows with square weights, of as many weights in turns as no cache holds (64 MB)."""
+    # A product of one row reads each weight once: from the cache it would look several times as fast as in a model.
     weights = max(1, min(64, 2**24 // size**2)) if rows == 1 else 1
 
     def make(device: torch.device, dtype: torch.dtype) -> Run:
@@ -390,6 +392,7 @@ def _cast(elements: int) -> Case:
     chain = 8 if elements < 2**18 else 1
 
     def make(device: torch.device, dtype: torch.dtype) -> Run:
+        # Down and up: of a cast down alone the gradient's cast would be missing, which costs as much.
         x = random(device, torch.float32, elements, gradient=True)
 
         def run() -> None:

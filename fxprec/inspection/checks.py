@@ -225,6 +225,7 @@ def assert_rule_holds(
         ) from error
     # The passes decide by the fake implementation: one that lies would misplace casts silently.
     _check_fake(what, kernel, given, found[0])
+    # An op that stays in its dtypes loses nothing that rounding could explain.
     if wanted is None or wanted is torch.float32:
         return
     exact, rounded = _references(what, reference or kernel, given, (args, kwargs), gradients)
@@ -256,6 +257,7 @@ def _run(function: Callable[..., Any], given: Any, gradients: bool) -> tuple[lis
     inputs = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not gradients or not inputs:
         return results, []
+    # Fixed numbers as cotangents: of a plain sum, errors of both signs would cancel.
     generator = torch.Generator().manual_seed(0)  # multiples of 1/4: exact in every dtype
     weights = [torch.randint(-8, 9, r.shape, generator=generator).to(r.device, r.dtype) / 4 for r in results]
     return results, list(torch.autograd.grad(results, inputs, weights, allow_unused=False))
@@ -266,6 +268,7 @@ def _is_float(leaf: object) -> bool:
 
 
 def _check_fake(what: str, kernel: Callable[..., Any], given: Any, found: Sequence[Tensor]) -> None:
+    # A new mode, which nothing else was traced under, knows no sizes of other calls.
     with FakeTensorMode() as mode:
         args, kwargs = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, given)
         fakes = [leaf for leaf in tree_leaves(kernel(*args, **kwargs)) if _is_float(leaf)]

@@ -56,6 +56,7 @@ def explain(model: nn.Module, pattern: str) -> Explanation:
         NotCapturedError: the model is captured at its first call, which did not happen yet.
     """
     graphs = rewritten_graphs(model)
+    # With several methods a heading says whose graph it is.
     methods = {gm: captured.method for gm, captured in captured_of(model).items()}
     found = [place for number, gm in enumerate(graphs) for place in places(number, gm)]
     chosen = select(found, pattern, [name for name, _ in model.named_modules() if name])
@@ -145,6 +146,7 @@ def _read(source: Node) -> str:
 def _put_out(node: Node) -> str:
     before = original(node)
     text = f"{shown_dtype(node)} ({before} in the original)" if before else shown_dtype(node)
+    # Readers behind a cast of ours are told with the cast, which is what they see.
     direct = [user for user in node.users if not is_inserted(user)]
     parts = [f"to {_readers(direct)}"] if direct else []
     for cast in node.users:

@@ -113,6 +113,7 @@ def bytes_of(node: Node) -> int:
 
 def _writes_memory(node: Node) -> bool:
     op = notes(node).op
+    # An in-place op writes to memory of others; a shadow's memory is counted with the weights.
     if op is NO_OP or op.in_place or is_shadow(node) or op.name == "fused_region":
         return False
     row = rule_of(op.name)
@@ -198,6 +199,7 @@ def regions_of(gm: GraphModule) -> tuple[RegionReport, ...]:
 
 def _region(region: FusedRegion) -> RegionReport:
     nodes = len([node for node in region.graph_module.graph.nodes if node.op not in ("placeholder", "output")])
+    # The last plan is that of the last inputs; op by op there is none.
     plan = region.plans[-1] if region.plans and region.path in ("triton", "loops") else None
     count, moved, bound = (count_kernels(plan), *bytes_moved(plan)) if plan is not None else (0, 0, 0)
     return RegionReport(region.name, nodes, region.path, region.reason, count, moved, bound)

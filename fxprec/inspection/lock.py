@@ -82,6 +82,7 @@ class Locked:
         seen: dict[str, list[dict[Name, str]]] = {}
         modes: dict[str, str] = {}
         for graph in graph_reports(model):
+            # Reasons are told and not compared: a better wording is no change of precision.
             own = {name: (dtype, reason) for name, dtype, reason in _nodes(graph)}
             plain = {name: dtype for name, (dtype, _) in own.items()}
             heading = f"{graph.method or 'graph'}({', '.join(graph.inputs)})"
@@ -169,6 +170,7 @@ def _expanded(ranges: str) -> list[str]:
 
 def _folded(names: Iterable[tuple[_Texts, Name]]) -> list[tuple[_Texts, list[Name]]]:
     """Group names of repeated layers that have the same texts."""
+    # Repeated layers fold into a line only where dtypes and op agree, or a change of one layer would not show.
     groups: dict[tuple[_Texts, str, str, str], list[Name]] = {}
     for texts, name in names:
         groups.setdefault((texts, name.heading, fold(name.module), name.node), []).append(name)

@@ -110,6 +110,7 @@ def add_measured(
     """
     lines = []
     if ledger is not None:
+        # A page that lays numbers over nodes must say what it could not place.
         left = 1.0
         for place, measured in _placed(graphs, _rows(ledger, "audit", report)):
             place.setdefault("errors", []).append((_label(measured), measured["share"]))
@@ -147,6 +148,7 @@ def _placed(
     graphs: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield (row of the report, what was measured there), a node's own values before those of weights."""
+    # Weights have no node: the first reader in the order of running stands for them.
     nodes = {(number, row["node"]): row for number, graph in enumerate(graphs) for row in graph["rows"]}
     readers: dict[str, dict[str, Any]] = {}
     for number in sorted({row["graph"] for row in measured if row["kind"] == "node"}):

@@ -119,6 +119,7 @@ class RehearsedRun(OpMode):
             self._weights[storage_key(made)] = value
             return made
 
+        # A program takes its low weights first, then the others, then the inputs of the call.
         given = [fake(path, low) for path in program.low] + [fake(path, None) for path in program.plain]
         placeholders = [*program.gm.graph.find_nodes(op="placeholder")]
         given += [inputs.of(node) for node in placeholders[len(given) :]]
@@ -130,11 +131,13 @@ class RehearsedRun(OpMode):
 
     def _finish(self, given: Sequence[Tensor], autocast: bool) -> None:
         """Sort what is alive into copies of weights and what else is kept for the backward."""
+        # Inputs and weights are there anyway: what autograd saves of them is no memory of the call.
         known = {storage_key(value) for value in given}
         for reference, weight in self._made:
             copy = reference()
             if copy is not None and storage_key(copy) not in known:
                 known.add(storage_key(copy))
+                # Autocast caches casts of leaves that want a gradient, until its block ends.
                 cached = autocast and weight.requires_grad
                 self.alive.append(WeightCopy(id(weight), self._sized(copy.untyped_storage().nbytes()), cached))
         self.kept = sum(self._sized(size) for storage, size in self._saved.items() if storage not in known)
@@ -195,6 +198,7 @@ class _Inputs:
         value = node.meta.get("val")
         if not isinstance(value, FakeTensor):
             return self._known(value)
+        # Strides decide which kernels run, and whether they copy: fakes keep them where they are numbers.
         sizes, strides = [*map(self._known, value.shape)], [*map(self._known, value.stride())]
         like = {"dtype": value.dtype, "device": value.device}
         if all(isinstance(each, int) for each in (*sizes, *strides)):
@@ -205,6 +209,7 @@ class _Inputs:
         """Return a symbolic number as the plain one that it was, or as a new symbol where it depends on data."""
         if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return value
+        # What a symbol was at the capture is as good as any size, and the only one that is known to run.
         seen = value.node.hint if value.node.has_hint() else None
         if isinstance(seen, int | float):
             return seen
@@ -265,12 +270,14 @@ class _Player(Interpreter):
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         called = self.fetch_attr(target)
         if isinstance(called, FusedRegion):
+            # A region runs as its ops: its kernel has no fake implementation that casts could be seen in.
             reads = len(called.graph_module.graph.find_nodes(op="placeholder"))  # the seeds of dropouts come after them
             results = self._inner(called.graph_module).run(*args[:reads])
             return results[0] if called.single else results
         return super().call_module(target, args, kwargs)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        # Run as a checkpoint, so that autograd keeps for it what it would keep in training.
         if target is checkpointed:
             return checkpoint(self._inner(args[0]).run, *args[1:], use_reentrant=False)
         return super().call_function(target, args, kwargs)

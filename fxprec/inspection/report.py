@@ -212,6 +212,7 @@ class NodeTable:
                 more = len(graph.guarded) - _SHOWN
                 shown = [*graph.guarded[:_SHOWN], *([f"{more} more"] if more > 0 else [])]
                 title += f"\nguarded: {', '.join(shown)}"
+            # Shadows and absorbed casts cost nothing in a call, and would hide what does.
             rows = (
                 (row.node, row.module, row.op, row.compute, row.output, row.rule, row.why, row.source)
                 for row in graph.rows
@@ -268,6 +269,7 @@ def _sections(
     graphs = known_graphs(model)
     sections: list[GraphReport] = []
     found: list[NamedNode] = []
+    # Only graphs that the last call ran tell of what runs: others are listed, and no figure counts them.
     captured = captured_of(model)
     present = in_present_mode(captured.values(), conversion.entries()) if conversion else []
     counted = of_last_call(present)
@@ -279,6 +281,7 @@ def _sections(
         known = captured.get(gm)
         prices = Prices(conversion.settings, known.training) if conversion is not None and known is not None else None
         rows = tuple(_row(place, prices) for place in own if place.node.op not in ("get_attr", "output"))
+        # A reason may hold an error of torch's, of many lines and with paths of this machine.
         declined = tuple(_reason_line(text) for text in graph_notes(gm).declined)
         activity = activations(place.node for place in own)
         about: dict[str, Any] = {}
@@ -359,6 +362,7 @@ def _rehearsal(conversion: Conversion, captured: Sequence[Captured], held: Weigh
 
 def _not_named(model: nn.Module, conversion: Conversion) -> Iterator[str]:
     """Say which methods run products in FP32 that graphs lower: none at O0, and none on weights that are low."""
+    # Where all is FP32, or the weights themselves are low, no method runs in another dtype than a graph.
     policy = conversion.settings.policy
     if policy.level == "O0" or policy.lowers_parameters or conversion.frozen is not None:
         return
@@ -372,6 +376,7 @@ def _not_named(model: nn.Module, conversion: Conversion) -> Iterator[str]:
 def _packed(conversion: Conversion, graphs: Iterable[GraphModule]) -> str:
     if conversion.packed is None:
         return ""
+    # The notes are the pass's: what it packed, with the ops that oneDNN runs in the same kernel.
     products = [joined for gm in graphs for joined in graph_notes(gm).packed.values()]
     joined = [count(number, op) for op, number in Counter(itertools.chain(*products)).most_common()]
     held = conversion.packed.nbytes
@@ -388,6 +393,7 @@ def _by_dtype(rows: Iterable[NodeRow]) -> dict[str, int]:
 
 def _stays(graphs: Iterable[Sequence[NodeRow]]) -> tuple[Stay, ...]:
     """Return what computes in FP32: the ops of a reason together, those first that a rule keeps there."""
+    # Grouped by rule, reason and what is low around: a line of the report for each, however many layers there are.
     reasons: dict[tuple[str, str, str], list[NodeRow]] = {}
     for rows in graphs:
         outputs = {row.node: row.output for row in rows}
@@ -412,6 +418,7 @@ def _stem(row: NodeRow) -> str:
 
 def _low_around(row: NodeRow, outputs: Mapping[str, str]) -> str:
     """Write what of an op's values is low, weights apart: "reads and writes bfloat16"."""
+    # Weights are not in ``outputs``: their dtype says nothing of the traffic of activations.
     read = {outputs[name] for name in row.reads if name in outputs}
     reads, writes = bool(read) and read <= _LOW, row.output in _LOW
     verbs = [verb for verb, low in (("reads", reads), ("writes", writes)) if low]
@@ -439,6 +446,7 @@ def _cost_line(graphs: tuple[GraphModule, ...], rows: list[NodeRow]) -> str:
 def _row(place: NamedNode, prices: Prices | None) -> NodeRow:
     node = place.node
     rule, why = reason(node)
+    # Names of a body's nodes begin with that of the body, and so must those of what they read.
     prefix = place.name.removesuffix(node.name)
     compute = computes(node)
     return NodeRow(

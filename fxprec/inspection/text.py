@@ -7,13 +7,16 @@ or quoted names only are joined: ``takes 10.4 to 16.6 us in float32``. rich is i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import math
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
+
+import torch
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -65,6 +68,29 @@ def first_sentence(text: str) -> str:
 def without_advice(text: str) -> str:
     """Return the first line of a reason, without what torch advises whoever wrote the code that failed."""
     return _ADVICE.sub("", text.strip().partition("\n")[0]).rstrip(" .:;,")
+
+
+def as_json(part: Any, *properties: str, without: Collection[str] = ()) -> dict[str, Any]:
+    """Return fields of a dataclass, and properties, as plain data for JSON: a number that is not finite is None."""
+    names = [each.name for each in dataclasses.fields(part) if each.name not in without]
+    return {name: _plain_data(getattr(part, name)) for name in (*names, *properties)}
+
+
+def _plain_data(value: Any) -> Any:
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if dataclasses.is_dataclass(value):
+        return as_json(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Mapping):
+        return {str(key): _plain_data(each) for key, each in value.items()}
+    # A NamedTuple has names, which a reader of the JSON wants as well.
+    if hasattr(value, "_asdict"):
+        return _plain_data(value._asdict())
+    return [*map(_plain_data, value)] if isinstance(value, tuple | list) else value
 
 
 @contextlib.contextmanager

@@ -195,6 +195,7 @@ def _run(problem: Problem, batch: Batch, gradients: bool) -> Tensor | list[Tenso
     """Run a batch, and its backward where gradients are asked about."""
     value = problem.run(batch)
     if gradients:
+        # Of outputs that are no loss the gradients are those of their sum, as in ``Problem.step``.
         total = value if isinstance(value, Tensor) else sum((each.sum() for each in value), torch.zeros(()))
         if not total.requires_grad:
             raise ValueError("gradients=True, and what the model gives depends on no parameter that wants a gradient")
@@ -213,6 +214,7 @@ def _audit_run(
     signs: bool,
 ) -> None:
     """Add the error of a recorded run to the ledger; ``own`` has the reference's own results, if they are others."""
+    # Places, not tensors, are kept: the walk backwards lets memory go, op by op.
     memory = recorder.memory
     places = [memory.place(each.detach()) for each in (value if isinstance(value, list) else [value])]
     fits = own is not None and [tuple(each.shape) for each in own.values] == [place.size for place in places]
@@ -309,6 +311,7 @@ def _check_finite(recorder: OpRecorder, places: Iterable[TensorPlace]) -> None:
 def _along_signs(recorder: OpRecorder, places: list[TensorPlace], seed: int) -> list[tuple[TensorPlace, Tensor]]:
     """Return random signs as weights for the values' errors, drawn from a seed, not the global generator."""
     dtype, generator = recorder.memory.reference, torch.Generator().manual_seed(seed)
+    # Drawn on the CPU: devices draw other numbers for one seed, and an audit would differ from device to device.
     drawn = [
         torch.randint(2, place.size, generator=generator).to(recorder.memory.low(place).device) for place in places
     ]
@@ -418,6 +421,7 @@ class _LedgerBuilder:
         """Remark on what Python read otherwise than the reference would have, where anything comes of that."""
         if not recorder.decisions:
             return
+        # A number that was read and changed nothing is no remark.
         way = None if own is None else own.parts_at(recorder)
         if own is not None and way is None and by_python == 0:
             return  # a loss that is printed, say

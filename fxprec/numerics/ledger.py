@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from fxprec.inspection.measured import Subject
 from fxprec.inspection.prices import Alternative
-from fxprec.inspection.text import columns, layers_together, plain, stacked, titled
+from fxprec.inspection.text import as_json, columns, layers_together, plain, stacked, titled
 from fxprec.tape.recorder import Decision
 
 if TYPE_CHECKING:
@@ -95,13 +95,7 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        names = [each.name for each in fields(self) if each.name not in ("parts", "lost", "size", "other")]
-        own = {name: getattr(self, name) for name in names}
-        parts = [{"op": part.op, "rounding": part.rounding, "bend": part.bend} for part in self.parts]
-        other = None if self.other is None else asdict(self.other)
-        return own | {
-            "contribution": self.contribution, "local_error": self.local_error, "parts": parts, "other": other,
-        }  # fmt: skip
+        return as_json(self, "contribution", "local_error", without=("lost", "size"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +173,11 @@ class Route:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        return asdict(self)
+        return as_json(self)
 
     def __str__(self) -> str:
         where = self.node + (f" ({self.source})" if self.source else "")
+        # Few causes tell where to look; all of them are in ``causes``.
         alone = [f"{cause.node} {cause.flipped}" for cause in self.causes[:_SHOWN_CAUSES]]
         alone += [f"{len(self.causes) - _SHOWN_CAUSES} more"] if len(self.causes) > _SHOWN_CAUSES else []
         causes = "; ".join([f"alone flip: {', '.join(alone)}"] * bool(alone) + [f"by none alone {self.by_none}"])
@@ -245,19 +240,7 @@ class Ledger:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        samples = [{each.name: getattr(sample, each.name) for each in fields(sample)} for sample in self.samples]
-        return {
-            "target": self.target,
-            "measured": self.measured,
-            "explained": self.explained,
-            "rows": [row.to_dict() for row in self.rows],
-            "samples": samples,
-            "parameters": {name: each._asdict() for name, each in self.parameters.items()},
-            "remarks": list(self.remarks),
-            "swallowed": list(self.swallowed),
-            "routes": [route.to_dict() for route in self.routes],
-            "decisions": [decision.to_dict() for decision in self.decisions],
-        }
+        return as_json(self, "measured", "explained", without=("subject",))
 
     def __str__(self) -> str:
         return plain(self.__rich__())
@@ -310,6 +293,7 @@ class Ledger:
     @property
     def headline(self) -> str:
         """The verdict, in one line."""
+        # A single batch has a signed error that rows add up to; over batches only squares add up.
         one = len(self.samples) == 1
         sample = self.samples[0]
         if one and self.target == "loss" and sample.low is not None and sample.reference is not None:
@@ -338,6 +322,7 @@ def ordered(rows: Iterable[Row], batches: int) -> tuple[Row, ...]:
 
 
 def _together(name: str, module: str, rows: list[Row]) -> Row:
+    # What the layers agree in is the first one's; what they lost adds up.
     first = rows[0]
     return Row(
         name, first.kind, first.graph, first.backward, module, first.op, first.compute, first.source, first.why,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fxprec.capture.pytrees import leaves_of
 from fxprec.inspection.nodes import op_name
+from fxprec.inspection.text import as_json
 from fxprec.numerics.births import Birth, Source, Swallow, dense, first_of, is_finite
 from fxprec.numerics.cures import Cure, Search, code_cure, in_bfloat16, policy_cure, smaller_scale
 from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
@@ -86,8 +87,7 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON: a magnitude that is not known, or not finite, is None."""
-        magnitude = self.magnitude if math.isfinite(self.magnitude) else None
-        return asdict(self) | {"magnitude": magnitude, "decisions": [each.to_dict() for each in self.decisions]}
+        return as_json(self)
 
     def __str__(self) -> str:
         lines = [self.headline]
@@ -124,6 +124,7 @@ class Finding:
                 f"{self.phase}: {where}, {computes}, gives 0 for {_percent(self.share)} of its values, the largest "
                 f"{self.magnitude:.3g}; the smallest number is {self.limit:.3g}{end}"
             )
+        # An op may overflow inside, and its result be in range: then no magnitude says so.
         beyond = "within the op" if self.magnitude <= self.limit else _against(self.magnitude, self.limit)
         scale = f" at a loss scale of {self.scale:g}" if self.kind == "scale too large" else ""
         return f"{self.phase}: {where}, {computes}, overflows{scale}: {beyond}{end}"
@@ -165,6 +166,7 @@ class Trip:
     remarks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        # Only what tells calls or ranks apart is worth words.
         where = f"step {self.step}"
         if self.call is not None and self.calls > 1:
             where += f", call {self.call} of {self.calls}"
@@ -217,6 +219,7 @@ def locate(
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a LossScaler or None, not {type(scaler).__name__}")
     [batch] = problem.batches([batch])
+    # A disabled scaler has a scale as well, which nothing is multiplied by.
     scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
     step = _BatchStep(model, scale, problem, batch)
     found = step.watched(flushed=False)
@@ -287,9 +290,11 @@ def _lost_gradient(step: TrainingStep, found: Run) -> Finding | None:
         exact, own = wide.gradients.get(name), found.gradients[name]
         if exact is None or exact.layout is not torch.strided or own.layout is not torch.strided:
             return 0.0
+        # Elements that are 0 in FP32 as well (ReLUs, unused rows of a table) are not lost.
         some = exact != 0
         return float(((own == 0) & some).sum() / some.sum()) if bool(some.any()) else 0.0
 
+    # One parameter with a lost gradient is enough to look for the op; none is the usual case, and costs nothing.
     names = [name for name in found.gradients if lost(name) > _LOST]
     if not names:
         return None
@@ -395,6 +400,7 @@ def keep_finite(model: nn.Module, loss: Loss | None, batches: Iterable[Batch]) -
     """Return nodes to keep in FP32 for steps on these batches to be finite; none where they are, or nothing helps."""
     found: dict[str, None] = {}
     for batch in batches:
+        # Unscaled: tune compares losses, and a loss scale has another cure.
         step = _BatchStep(model, 1.0, Problem(model, loss), batch)
         fault = step.watched(flushed=False).fault
         tried = None if fault is None else Search(step).nodes(fault[0])

@@ -72,6 +72,7 @@ class Problem:
         if not isinstance(method, str):
             raise TypeError(f"method must be a name, such as 'vae.decode', not {type(method).__name__}")
         try:
+            # The conversion knows the methods that it has; the model, those that could have been converted.
             conversion_of(model).method(method)
         except ValueError:
             named_methods(model, (method,))  # raises where the model has none of that name, and says which it has
@@ -85,6 +86,7 @@ class Problem:
             TypeError: the model takes other arguments.
             ValueError: the loss is no scalar, or there is nothing to judge.
         """
+        # Of named inputs the whole batch is the target: labels are among them, which the model may take as well.
         named = dict(batch) if isinstance(batch, Mapping) else {}
         inputs, target = ([], batch) if isinstance(batch, Mapping) else ([*batch], None)
         if self.loss is not None and inputs:
@@ -100,6 +102,7 @@ class Problem:
                 cure = ": take its mean" if isinstance(value, Tensor) else ""
                 raise ValueError(f"loss(output, target) must be a scalar, a tensor of floats, not {what}{cure}")
             return value
+        # transformers' models return their loss beside the logits.
         own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(own, Tensor) and own.numel() == 1:
             return own
@@ -116,6 +119,7 @@ class Problem:
         try:
             signature.bind(*inputs, **named)
         except TypeError as error:
+            # A target too many is the usual mistake, and the signature alone does not say so.
             of_batch = "a batch is the inputs alone where no loss is given: leave the target out, or give loss="
             if named or self.loss is not None:
                 of_batch = "a batch is (*inputs, target), or a dict of arguments"
@@ -178,6 +182,7 @@ def converted_anew(model: nn.Module, **changed: Any) -> nn.Module:
 def under(model: nn.Module, **changed: Any) -> nn.Module:
     """Return a copy of a converted model, converted with its settings, but for those that are given."""
     settings = conversion_of(model).settings
+    # The user's model is left alone: a copy of its weights gets a conversion of its own.
     copied = copy.deepcopy(model)
     take_off(copied)
     attach(copied, replace(settings, **changed))

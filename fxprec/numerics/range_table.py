@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxprec.inspection.measured import Subject
-from fxprec.inspection.text import columns, layers_together, plain, stacked, titled
+from fxprec.inspection.text import as_json, columns, layers_together, plain, stacked, titled
 from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.scale import LARGEST_SCALE, SMALLEST_SCALE
 
@@ -86,10 +86,7 @@ class Magnitudes:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON: no smallest or largest is None."""
-        names = ("zeros", "infinite", "nans", "saturated", "overflowed")
-        ends = {"smallest": self.smallest if self.some else None, "largest": self.largest or None}
-        exponents = {str(exponent): count for exponent, count in self.exponents.items()}
-        return {"exponents": exponents} | {name: getattr(self, name) for name in names} | ends
+        return as_json(self) | {"largest": self.largest or None}
 
 
 class _Layout(NamedTuple):
@@ -316,12 +313,9 @@ class Range:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON: what is infinite or unknown is None."""
-        own = {each.name: getattr(self, each.name) for each in fields(self)}
-        own |= {"values": self.values.to_dict(), "wide": self.wide and self.wide.to_dict()}
-        shares = {name: getattr(self, name) for name in ("zeros", "subnormal", "saturated", "overflowed", "flushed")}
-        bits = {name: getattr(self, name) for name in ("headroom", "footroom", "span", "margin")}
-        would = {"flushed_in_float16": self.flushed_in(torch.float16)}
-        return own | shares | {name: _finite(value) for name, value in bits.items()} | would
+        shares = ("zeros", "subnormal", "saturated", "overflowed", "flushed")
+        bits = ("headroom", "footroom", "span", "margin")
+        return as_json(self, *shares, *bits) | {"flushed_in_float16": self.flushed_in(torch.float16)}
 
 
 def _flushes_below(dtype: torch.dtype, scale: float) -> float:
@@ -377,10 +371,7 @@ class Ranges:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "subject"}
-        own |= {name: list(own[name]) for name in ("reasons", "warnings", "remarks")}
-        dtypes = {"ran_in": dtype_name(self.ran_in), "dtype": dtype_name(self.dtype) if self.dtype else None}
-        return own | dtypes | {"rows": [row.to_dict() for row in self.rows]}
+        return as_json(self, without=("subject",))
 
     @property
     def headline(self) -> str:
@@ -442,10 +433,6 @@ def power(scale: float) -> str:
     return f"{scale:g}" if float(f"{scale:g}") == scale else f"2.0**{round(math.log2(scale))}"
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def _together(name: str, module: str, rows: list[Range]) -> Range:
     wide = None if any(row.wide is None for row in rows) else sum((row.wide for row in rows if row.wide), Magnitudes())
     values = sum((row.values for row in rows), Magnitudes())
@@ -471,6 +458,7 @@ def advise(rows: Sequence[Range], low: torch.dtype, ran_at: float, fault: str = 
         ran_at: the loss scale of the run.
         fault: which batches were not finite, in words; "": none.
     """
+    # Advice is about values that are low; what stays FP32 has room anyway.
     name = dtype_name(low)
     lowered = [row for row in rows if row.dtype == name]
     if not lowered:

@@ -213,6 +213,7 @@ def _row(origin: OpOrigin, dtype: torch.dtype, values: Magnitudes) -> Range:
 
 def _with_wide(rows: list[Range], seen: list[Range]) -> list[Range]:
     """Return rows with the values of the same place in bfloat16, where one place alone has the name."""
+    # Two places of one name could be paired wrongly, and a wrong "flushed" is worse than none.
     places = Counter(map(_place, seen))
     by_place = {_place(row): row.values for row in seen}
     times = Counter(map(_place, rows))
@@ -241,6 +242,7 @@ def _low_in_float16(seen: list[Range], narrow: list[Range]) -> list[Range]:
 
 def _named_as(rows: list[Range], seen: list[Range]) -> list[Range]:
     """Return rows of a model's copy under the model's own names; other casts are named after what they cast."""
+    # Reasons must name nodes that the user finds in the model, not in our copy of it.
     names = {_place(row): row.node for row in rows}
 
     def named(row: Range) -> str:
@@ -382,6 +384,7 @@ class Counting(Attribution):
         """Run an op, and count or note what it makes."""
         if self._own or function is aten_foreach_copy_:  # shadows that are written again: ``begin`` counts those read
             return function(*args, **kwargs)
+        # What comes into a node tells an overflow that began here from one that was passed on.
         leaves = tree_leaves((args, kwargs))
         written = written_by(function, args, kwargs)
         before = {storage_key(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided}

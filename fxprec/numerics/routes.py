@@ -88,6 +88,7 @@ class ForwardRecorder(OpRecorder):
             value = before[place][0] if place in before else self.memory.low(place)
             return value.to(self.memory.dtype_of(place), copy=written)
 
+        # What an op lost is told at the inputs of the run: the reference's would add the errors of earlier ops.
         drawn = operation.drawn(self.memory.low)
         with torch.no_grad(), full_fp32():
             found = operation.run(read, self.memory.reference, drawn)
@@ -344,6 +345,7 @@ def own_way(model: nn.Module, run: Callable[[], Tensor | list[Tensor]], referenc
     Returns:
         None where each run captured another graph.
     """
+    # Each other way may be code that was never captured; a model that branches on data would capture for ever.
     for _ in range(_MOST_CAPTURES):
         with kept(model):
             recorded = record(model, run, reference, decides=True)

@@ -165,6 +165,7 @@ def _missed(before: Figures, after: Figures, error: float | None, time: float | 
 
 def _call_of(settings: Settings) -> str:
     """Return the call of ``convert`` with these settings, as far as they decide which nodes are low, and a policy."""
+    # A policy file has no dtype, costs or kernels, and all of them decide: the file's comment tells them.
     arguments = [f"dtype={settings.dtype}"]
     costs = ""
     if isinstance(settings.lower, DeviceCosts):
@@ -273,6 +274,7 @@ class Study:
             raise ConversionError(
                 f"there are no costs of {dtype_name(settings.dtype)} ({costs}): python -m fxprec calibrate"
             )
+        # Without gradients only the forward is priced and audited.
         gradients = torch.is_grad_enabled() and any(p.requires_grad for p in problem.model.parameters())
         context = replace(settings.context(gradients), costs=costs)
         graphs = _original_graphs(problem, batches)
@@ -323,6 +325,7 @@ class Study:
     def policy_for(self, wanted: Outcome, base: Outcome) -> tuple[Policy, tuple[Line, ...], Outcome]:
         """Return overrides of the ops that the policy decides otherwise: first of those that set others' dtypes."""
         nodes: dict[str, torch.dtype] = {}
+        # Overrides name nodes, and a policy decides the rest by rules: what follows from a leading op needs no line.
         known = {node: wanted.full[variable] for node, variable in self.trade.choices.items()}
         known |= {node: True for gm in self.graphs for node in gm.graph.nodes if node.name in self.kept}
         # Overrides of leading ops move the ops that follow: only what is still otherwise after them gets its own, and
@@ -351,6 +354,7 @@ class Study:
             found = (notes(node).precision for node in everywhere)
             return [(each.reads, each.compute, each.output) for each in found]
 
+        # Shorter words are good only if every node of every graph is decided as by the single lines.
         before = decisions({})
         return in_fewer_lines(nodes, everywhere, self.modules, lambda words: decisions(words) == before)
 
@@ -363,6 +367,7 @@ class Study:
             share, seconds = 0.0, 0.0
             variable = self.trade.choices.get(node)
             if variable is not None:
+                # A line is worth what is lost without it alone, while all others stay.
                 without = [*reached.full]
                 without[variable] = not without[variable]
                 other = self.trade.outcome(without)
@@ -378,6 +383,7 @@ class Study:
     def why_not(self, error: float | None, time: float | None, start: Outcome) -> str:
         """Explain why a budget cannot be met, and name one that can."""
         if error is not None:
+            # The message gives a budget that can be met: that is the next thing that its reader wants.
             least = self.trade.cut(EXACT)
             left, fraction = math.sqrt(least.square + self.constant), least.seconds / start.seconds
             return (
@@ -446,6 +452,7 @@ def _squares(
     """
     names = _names_in(graphs)
     made = [{place.name: place.node for place in places(0, gm)} for gm in low]
+    # The low copy of a weight rounds for all its readers: its error is that of the weight's node.
     weights = {weight_path(node): node for known in names for node in known.values() if node.op == "get_attr"}
     squares: dict[Node, float] = defaultdict(float)
     constant = 0.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fxprec.inspection.figures import count
-from fxprec.inspection.text import columns, few, folded, plain, stacked, titled
+from fxprec.inspection.text import as_json, columns, few, folded, plain, stacked, titled
 from fxprec.passes.policy.policy import Policy
 
 if TYPE_CHECKING:
@@ -170,18 +170,8 @@ class Tuned:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        return {
-            "asked": self.asked,
-            "target": self.target,
-            "start": asdict(self.start),
-            "tuned": asdict(self.tuned),
-            "predicted_time": self.predicted_time,
-            "measured_time": self.measured_time,
-            "lines": [asdict(line) for line in self.lines],
-            "remarks": list(self.remarks),
-            "how": self.how,
-            "policy": self.policy.to_toml(),
-        }
+        own = as_json(self, "predicted_time", "measured_time", without=("policy", "against"))
+        return own | {"policy": self.policy.to_toml()}
 
     @property
     def headline(self) -> str:

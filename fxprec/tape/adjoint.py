@@ -111,6 +111,7 @@ class _AdjointWalk:
         # The reference has the run's random numbers: they are nobody's error.
         if operation.draws:
             return ErrorTerm(operation, 0.0, 0.0, 0.0, 0.0, results)
+        # TF32 would round the products that explain roundings.
         with full_fp32():
             pulled = pull(operation, Inputs(self._memory), results, drawn, self._made)
         reads: dict[int, float] = {}
@@ -201,6 +202,7 @@ def opened(term: ErrorTerm, memory: Memory) -> dict[str, float] | None:
         return None
     (inputs, *_), _ = tree_unflatten([*operation.leaves], operation.spec)
     given = [memory.low(each).clone() if isinstance(each, TensorPlace) else each for each in inputs]
+    # A region's ops run anew on copies, since the run's memory is at the op before.
     recorder = OpRecorder(memory.reference)
     with recorder:
         made = NodeByNode(region.graph_module, recorder.look).run(*given)

@@ -80,6 +80,7 @@ def node_by_node(model: nn.Module, look: Look, begin: Begin, opened: bool = Fals
     do not run: their nodes have the names that they would have without fusion.
     """
     conversion = conversion_of(model)
+    # Programs are frozen, since nothing else may change one: for the block their function is another.
     programs = [captured.program for captured in conversion.captured]
     kept = [program.function for program in programs]
     for graph, program in enumerate(programs):
@@ -103,6 +104,7 @@ def _in_steps(program: Program, graph: int, look: Look, begin: Begin, opened: bo
 
 
 def _in_this_thread(run: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    # A data loader's thread, or a server's, goes on with the program as it was.
     own = threading.get_ident()
     return lambda *args: (run if threading.get_ident() == own else otherwise)(*args)
 
@@ -140,6 +142,7 @@ class NodeByNode(Interpreter):
 
     def _body(self, name: str, body: GraphModule) -> GraphModule:
         """Return a graph of one call, which runs the body node by node, however a higher-order op runs it."""
+        # A higher-order op calls a GraphModule, in its own way (a checkpoint, a branch): this one of a single node.
         graph = Graph()
         inputs = [graph.placeholder(str(node.target)) for node in body.graph.find_nodes(op="placeholder")]
         graph.output(graph.call_module("body", tuple(inputs)))
@@ -218,6 +221,7 @@ def _user_source() -> str:
 
 def written_by(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
     """Return the ids of the tensors that a call writes to."""
+    # torch's schema does not mark running statistics as written, and they are.
     unsaid = _UNSAID.get(function.name().partition(".")[0], ())
     found: list[Any] = [args[position] for position in unsaid if len(args) > position]
     for position, argument in enumerate(schema_of(function).arguments):

@@ -93,6 +93,7 @@ def _batch_norm_backward(
     def whole(rows: Tensor) -> Tensor:
         return rows.view(x.movedim(1, 0).shape).movedim(0, 1)
 
+    # Rows are channels here, as the formulas of all norms are those of rows.
     gradient, scale = channels(dy), x.new_ones(()) if weight is None else weight[:, None]
     if training:
         value, rstd = _normalized(channels(x), mean[:, None], spread[:, None])
@@ -115,8 +116,10 @@ def _of_rows(
     factor = 1.0 if weight is None else weight
     soft, kept = target, None
     if not target.is_floating_point():
+        # Ignored rows must give exact zeros, whatever their logits are, nan too.
         kept = (target != ignore_index)[:, None]
         soft = F.one_hot(torch.where(kept[:, 0], target, 0).long(), logits.shape[1]).to(logits.dtype)
+    # Smoothing spreads a part of the target over all classes, before the class weights.
     wanted = (soft * (1 - smoothing) + smoothing / logits.shape[1]) * factor
     norms = logits.logsumexp(1, keepdim=True)
     p = (logits - norms).exp()
@@ -171,6 +174,7 @@ def _linear_cross_entropy_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     rows, _ = _of_rows(F.linear(hidden, weight, bias), target, None, ignore_index, smoothing, z_loss)
     rows = rows * grad[:, None]
+    # Empty tensors stand for gradients that nobody wants, as the op's schema has no None.
     found = (rows @ weight, rows.T @ hidden, rows.sum(0))
     return tuple(each if want else hidden.new_empty(0) for each, want in zip(found, wanted, strict=True))
 
@@ -189,6 +193,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output, P and norms. A row that attends to nothing gives 0, and has a norm of 0, as in torch's kernel."""
     found = scores(query, key, mask, causal, scale)
+    # Softmax of a row of -inf is nan; the kernels give 0.
     nothing = (found == -torch.inf).all(-1)
     norms = found.masked_fill(nothing.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(nothing, 0.0)
     p = _weights(found, norms)
@@ -275,6 +280,7 @@ def region_backward(
     if not sums:
         return made
     first = torch.cat(sums)[None]
+    # The kernel gives a partial sum for each block, and what reads them adds up: one block may have it all.
     blocks, width = known.backward_launch.partials
     return [*made, torch.cat([first, first.new_zeros(blocks - 1, width)])]
 
@@ -327,6 +333,7 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) 
     (images, channels, rows, _), (outputs, _, kernel_rows, kernel_columns) = x.shape, weight.shape
     height = rows - dilation[0] * (kernel_rows - 1)
     width = (x.shape[3] - dilation[1] * (kernel_columns - 1) - 1) // stride[1] + 1
+    # A product for each row of the kernel reads one matrix of columns at another offset: no copy for each row.
     by_row = weight.permute(2, 0, 1, 3).flatten(2).contiguous()
     result = x.new_empty(images, outputs, height, width)
     for some, made in _together(x, result, height * width):
@@ -403,6 +410,7 @@ def _lstm_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Differentiate ``_lstm`` through time (Hochreiter & Schmidhuber, Neural Computation 1997)."""
     steps = [*_steps(x.flip(0) if reverse else x, w_ih, w_hh, b_ih + b_hh, hx, cx)]
+    # Walked from the last step to the first: a hidden state gets a gradient of its output and of the step behind.
     at_steps = [None] * len(steps) if g_out is None else [*(g_out.flip(0) if reverse else g_out)]
     d_hidden = torch.zeros_like(hx) if g_hy is None else g_hy
     d_cell = torch.zeros_like(cx) if g_cy is None else g_cy

@@ -78,6 +78,7 @@ class TensorPlace(NamedTuple):
         """Return the tensor at this place of a storage, given as a vector."""
         if self.dtype.is_complex and not flat.is_complex():
             flat = torch.view_as_complex(flat.view(-1, 2))
+        # Bits for conjugation and sign are no part of memory: a view has them lazily.
         tensor = flat.as_strided(self.size, self.stride, self.offset)
         return tensor.conj() if self.conjugate else negated(tensor) if self.negative else tensor
 
@@ -154,6 +155,7 @@ class Memory:
 
     def share(self, place: TensorPlace, source: TensorPlace) -> bool:
         """Let a new storage have the reference's values at ``source``; return False if its elements lie otherwise."""
+        # Shared only where element n of one storage is element n of the other: else a view of one would read another's.
         same = source._replace(storage=place.storage, dtype=place.dtype) == place and place.offset == 0
         source = self._casts.get(source.storage, source)
         flat, other = self._flat(place), self._flat(source)
@@ -173,6 +175,7 @@ class Memory:
         if not isinstance(value, Tensor) or tuple(value.shape) != place.size:
             return False
         if place.is_float:
+            # In this order, as an error takes half of a copy's memory, and to adopt a value takes no time.
             if not self._keep_error(place, value) and not (fresh and self._adopt(place, value)):
                 place.of(self._copy_of(place)).copy_(value)
             return True
@@ -206,10 +209,12 @@ class Memory:
     def _keep_error(self, place: TensorPlace, value: Tensor) -> bool:
         """Keep the run's error in FP32 in place of a value, where it is finite and tells the value."""
         flat = self._flat(place)
+        # An FP32 error saves nothing beside an FP32 reference, and would not tell a float64 run's.
         wide = self.reference.itemsize <= _ERRORS.itemsize or place.dtype.itemsize > _ERRORS.itemsize
         wide |= place.dtype.is_complex
         if wide or math.prod(place.size) != len(flat) or place.overlaps:
             return False
+        # Where it overflows or is nan (a mask), the value could not be got back from it.
         error = torch.empty(len(flat), dtype=_ERRORS, device=flat.device)
         place.of(error).copy_(place.of(flat).to(self.reference).sub_(value))
         if not math.isfinite(float(error.sum())):

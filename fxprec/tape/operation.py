@@ -149,6 +149,7 @@ class Operation:
         ]
         function: Any = self.function
         if self.why_inexact:
+            # Without a kernel for the reference's dtype the op runs as it ran, on the reference's values rounded.
             dtypes = [leaf.dtype if isinstance(leaf, TensorPlace) else None for leaf in self.leaves]
             leaves = [x if dtype is None else x.to(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
         else:

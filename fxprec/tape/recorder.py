@@ -6,7 +6,6 @@ Views are no ops here, nor are views in place (``transpose_``): they move nothin
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.inspection.nodes import short_paths, source_line
+from fxprec.inspection.text import as_json
 from fxprec.model.conversion import conversion_of
 from fxprec.passes.graph.annotations import nested
 from fxprec.tape.attribution import Attribution, NodeOf, observe, written_by
@@ -54,8 +54,7 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON: a number that is not finite is None."""
-        low, reference = (each if math.isfinite(each) else None for each in (self.low, self.reference))
-        return {"source": self.source, "low": low, "reference": reference}
+        return as_json(self)
 
     def __str__(self) -> str:
         low, reference = self.low, self.reference
@@ -147,6 +146,7 @@ class OpRecorder(Attribution):
         """Run an op, record it, and run it in the reference."""
         if function is aten_foreach_copy_:
             for target, source in zip(args[0], args[1], strict=True):
+                # Shadows that were there before are refreshed in place: that counts only for those that the run reads.
                 if storage_key(target) in self._old_shadows and not self.memory.knows(target):
                     function([target], [source])  # ``begin`` notes it, once an op reads it
                 else:
@@ -172,6 +172,7 @@ class OpRecorder(Attribution):
         places = [memory.place(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         ids = written_by(function, args, kwargs)
         written = [number for number, leaf in enumerate(leaves) if id(leaf) in ids]
+        # The walk backwards undoes writes: memory is then at each op as the op found it.
         before = tuple((memory.low(places[n]).clone(), memory.exact(places[n]).clone()) for n in written)
         for number in written:
             memory.prepare_write(places[number])
@@ -180,6 +181,7 @@ class OpRecorder(Attribution):
         aside = {p: memory.exact(p).clone() for p in places if isinstance(p, TensorPlace) and p.storage in shared}
         output = function(*args, **kwargs)
         results = tree_leaves(output)
+        # A result whose storage is known is a view, or what was written: no new memory.
         fresh = [
             number
             for number, result in enumerate(results)
@@ -202,6 +204,7 @@ class OpRecorder(Attribution):
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], low: bool | float, origin: OpOrigin
     ) -> bool | float:
         """Return a number that Python gets of tensors; where the reference has another one, note that."""
+        # The same function on the reference's values says what Python would have read there.
         exact = tree_map_only(Tensor, lambda x: self.memory.exact(self.memory.place(x)), (args, kwargs))
         reference = function(*exact[0], **exact[1])
         if reference != low and not (reference != reference and low != low):
@@ -222,6 +225,7 @@ class OpRecorder(Attribution):
         """Run an operation in the reference, record it, and note whether the run alone gave inf or nan."""
         self._run_exact(operation, aside)
         for place in operation.outputs:
+            # Told apart from a mask: there the reference is infinite as well.
             bad = ~self.memory.low(place).isfinite() if place.is_float else None
             if bad is not None and bool(bad.any()) and bool(self.memory.exact(place)[bad].isfinite().any()):
                 self.overflown.add(operation.name)
@@ -242,6 +246,7 @@ class OpRecorder(Attribution):
             self.operations.append(operation)
             return
         with torch.no_grad(), full_fp32():
+            # Draws of the run are the reference's as well: random numbers are nobody's error.
             values = [memory.low(place) for place in operation.outputs]
             if not operation.draws:
                 try:

@@ -90,6 +90,7 @@ class Fixed:
 
     def _hooks_now(self) -> list[Any]:
         """Return the hooks of the parameters' gradients, and of the optimizer's step."""
+        # Hooks run once, at capture: one that is added later would never be called.
         found = (
             *map(backward_hooks_of, self._parameters),
             *map(late_hooks_of, self._parameters),
@@ -250,6 +251,7 @@ class ShadowLinks:
     def __init__(self, iteration: Iteration) -> None:
         self._optimizer: Optimizer = iteration.optimizer
         self._writes = bool(getattr(self._optimizer, "writes_shadows", False))
+        # Other converted models may share a weight (a frozen teacher, an average): their shadows go stale as well.
         own = {id(store) for store in iteration.stores()}
         parameters = iteration.parameters
         self._links: list[_Link] = []

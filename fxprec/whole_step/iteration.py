@@ -76,6 +76,7 @@ class Batch:
         """Return ``count`` micro-batches: views, cut along dimension 0."""
         if count == 1:
             return [self]
+        # Views, so that a graph reads its micro-batches from the one static batch.
         cut = [v.chunk(count) if isinstance(v, Tensor) else (v,) * count for v in self.values]
         return [Batch(self.names, values) for values in zip(*cut, strict=True)]
 
@@ -169,6 +170,7 @@ class Iteration:
 
     def look(self) -> None:
         """Find the parameters and conversions anew: a walk through all modules, which would take long at every step."""
+        # A set by identity: tied weights, and parameters that only the optimizer knows, count once.
         everything = [module for root in self.roots() for module in root.modules()]
         found: dict[int, Tensor] = {id(p): p for root in self.roots() for p in root.parameters()}
         self.parameters = [*(found | {id(p): p for p in parameters_of(self.optimizer)}).values()]

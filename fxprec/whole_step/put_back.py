@@ -47,6 +47,7 @@ def put_back(iteration: Iteration, device: torch.device) -> Iterator[None]:
         for watcher in iteration.watchers():
             stack.enter_context(watcher.aside())
         stack.enter_context(_attributes_put_back(iteration))
+        # Clones are read back into the same memory, whose addresses a graph holds.
         values = _SavedTensors([*iteration.parameters, *_buffers(iteration)])
         state = _State(optimizer)
         called = was_called(optimizer)
@@ -155,6 +156,7 @@ class Watched:
     def __init__(self, iteration: Iteration, recordings: list[object]) -> None:
         self._iteration = iteration
         self._pairs = [*zip(iteration.watchers(), recordings, strict=True)]
+        # A watcher knows which buffers its model writes; of all others every one may be.
         watched = (model for each in iteration.conversions if each.watcher is not None and (model := each.module()))
         own = {id(buffer) for model in watched for buffer in model.buffers()}
         self._others = [b for root in iteration.roots() for b in root.buffers() if id(b) not in own]
@@ -163,6 +165,7 @@ class Watched:
         """Snapshot what running this step again needs; the step after it overwrites the buffers."""
         if not self._pairs:
             return None
+        # Copied before the launch: on one stream the copies come before what the replay writes.
         written = [buffer for watcher, _ in self._pairs for buffer in watcher.written()]
         return KeptIteration.of(self._iteration, batch, [*written, *self._others])
 

@@ -72,6 +72,7 @@ def check_values(iteration: Iteration) -> None:
         )
     if iteration.max_norm is not None and not iteration.max_norm > 0:
         raise ValueError(f"max_norm must be greater than 0, not {iteration.max_norm!r}; None: no clipping")
+    # An optimizer of another copy would train nothing, and nobody would notice.
     reached = {id(p) for root in iteration.roots() for p in root.parameters()}
     if not any(id(p) in reached for p in parameters_of(optimizer)):
         raise ValueError(
@@ -82,6 +83,7 @@ def check_values(iteration: Iteration) -> None:
 
 
 def _refuse_distributed(iteration: Iteration) -> None:
+    # Looked up, not imported: a model that uses neither should not pay for their import.
     fsdp, dtensor = sys.modules.get("torch.distributed.fsdp"), dtensor_type()
     wrappers: list[Any] = [nn.parallel.DistributedDataParallel, nn.DataParallel]
     wrappers += [] if fsdp is None else [fsdp.FullyShardedDataParallel, fsdp.FSDPModule]
@@ -102,6 +104,7 @@ def device_of(iteration: Iteration) -> torch.device:
     Raises:
         CaptureError: on several devices.
     """
+    # A graph belongs to one device, and so does its memory pool.
     devices = {p.device for p in iteration.parameters}
     devices |= {b.device for root in iteration.roots() for b in root.buffers()}
     if len(devices) > 1:

@@ -136,6 +136,7 @@ class KeptCall(SeenCall):
         self._args = [_Argument.of(f"inputs[{position}]", value) for position, value in enumerate(args)]
         self._kwargs = {name: _Argument.of(f"inputs[{name!r}]", value) for name, value in kwargs.items()}
         self._versions = [(each.name, t, _version(t)) for each in self._arguments() for t in each.tensors()]
+        # Dropout has to draw in the replay what it drew in the call.
         self._random = RandomState(only_torch)
         self.buffers = buffers
         self._values = [torch.empty_like(buffer) for buffer in buffers.values()]
@@ -313,6 +314,7 @@ def outputs_alone(model: nn.Module, flagged: Sequence[KeptCall]) -> bool:
     try:
         for call in flagged:
             call.keep_what_came_from_outside(model)
+        # Infinite again, and no gradient is: the output means it (a mask that is returned).
         runs = [KeptStep(model, 1.0, call, 1.0).as_it_is() for call in flagged]
     except Exception:  # as above
         return False
@@ -334,6 +336,7 @@ def trip_of(
         rank: of this process.
         elsewhere: ranks that it may have begun on, in words; "" where there are none, or they will tell.
     """
+    # Calls with bad outputs are likely to be the cause, and a replay takes as long as a step.
     suspects = [*flagged, *(call for call in step.calls if call not in flagged)]
     changed = next((name for call in suspects if (name := call.changed()) is not None), None)
     finding, began, why = None, None, ""
@@ -362,24 +365,20 @@ def trip_of(
     return Trip(step.number, began, step.count, rank, finding, why, step.skipped, tuple(remarks))
 
 
-class Seen(NamedTuple):
-    """Numbers on the device. ``ranks``: the last are what all ranks found; ``scaled``: the last is the scale."""
-
-    numbers: Numbers
-    ranks: bool
-    scaled: bool
-
-
 class StepReport(NamedTuple):
     """Numbers of one step, before its optimizer took it, on their way to the host."""
 
     step: WatchedStep
-    seen: Seen
+    on_device: Numbers
     found: OnHost
+
+    @classmethod
+    def of(cls, step: WatchedStep, numbers: Numbers) -> StepReport:
+        return cls(step, numbers, OnHost.of(numbers.values))
 
     def numbers(self) -> Numbers:
         """Return the numbers on the host."""
-        return replace(self.seen.numbers, values=self.found.values)
+        return replace(self.on_device, values=self.found.values)
 
 
 @dataclass(slots=True, eq=False)
@@ -395,7 +394,7 @@ class Recording:
 
     calls: list[SeenCall] = field(default_factory=list)
     count: int = 0
-    seen: Seen | None = None
+    seen: Numbers | None = None
     tables: object = None
 
     def came(self, call: SeenCall) -> None:
@@ -425,6 +424,7 @@ class WrittenBuffers:
 
     def _places(self, paths: set[str] | None) -> dict[str, tuple[Mapping[str, Tensor | None], str]]:
         """Return where these buffers are held, or all."""
+        # Copies of all buffers before each call would take long: graphs know which they write.
         chosen = [path for path, _ in self._model.named_buffers() if paths is None or path in paths]
         split = ((path, path.rpartition(".")) for path in chosen)
         return {path: (self._model.get_submodule(module)._buffers, name) for path, (module, _, name) in split}

@@ -12,7 +12,7 @@ with its state and step count, and whoever wrapped ``step`` (a learning rate sch
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,11 +29,19 @@ from fxprec.scaling.skips import wants_scaler
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Vector of ``outputs`` and ``gradients`` numbers; on the host or on a device."""
+    """Numbers of a step in one vector, on the host or on a device.
+
+    Attributes:
+        values: as many largest elements as there are ``outputs``, a flag for each check of ``gradients``, and the last:
+        ranks: whether these are the two that all ranks found.
+        scaled: whether this is the loss scale.
+    """
 
     values: Tensor
     outputs: int
     gradients: int
+    ranks: bool = False
+    scaled: bool = False
 
     @classmethod
     def of(cls, largest: Sequence[Tensor], flags: Iterable[Tensor], device: torch.device) -> Numbers:
@@ -45,9 +53,13 @@ class Numbers:
         low = values.dtype in LOW_DTYPES
         return cls(values.float() if low else values, len(largest), len(found))
 
-    def and_more(self, more: Tensor) -> Tensor:
-        """Return the vector, and numbers after it."""
-        return torch.cat([self.values, more.view(-1).to(self.values)])
+    def and_more(self, ranks: Tensor | None, scale: Tensor | None) -> Numbers:
+        """Return them with what all ranks found, or the scale, if there is either."""
+        more = scale if ranks is None else ranks
+        if more is None:
+            return self
+        values = torch.cat([self.values, more.view(-1).to(self.values)])
+        return replace(self, values=values, ranks=ranks is not None, scaled=ranks is None)
 
     def bad_outputs(self) -> list[bool]:
         """Return for each output whether it is nan or has an inf; on the host."""
@@ -101,6 +113,7 @@ class Verdicts:
         rank = self.rank
         if rank is None:
             return ""
+        # With a scaler ranks do not ask each other, as they may read at different times.
         others = [other for other in range(dist.get_world_size(self.group)) if other != rank]
         return f"rank {others[0]}" if len(others) == 1 else "another rank"
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fxprec.capture.user_code import user_level
 from fxprec.errors import CaptureError, NonFiniteError, NonFiniteWarning
-from fxprec.host_reads import OnHost, capturing, reading_waits
+from fxprec.host_reads import capturing, reading_waits
 from fxprec.model.conversion import Conversion, conversion_of
 from fxprec.model.entry_point import EntryPoint
 from fxprec.model.warm_up import kept
@@ -26,7 +26,6 @@ from fxprec.numerics.problem import Problem
 from fxprec.numerics.watching.calls import (
     KeptCall,
     Recording,
-    Seen,
     SeenCall,
     StepReport,
     WatchedStep,
@@ -222,6 +221,7 @@ class Watcher:
         """Run a call, and keep what a replay of it takes."""
         if self._busy or is_traced():
             return run()
+        # Calls are told apart by number: a backward comes to them in another order.
         number = next(self._numbers_of_calls)
         if self._recording is not None:
             return self._ran(SeenCall(number), self._recording.came, run)
@@ -347,14 +347,12 @@ class Watcher:
 
     def _report(self, numbers: Numbers, *, ranks: Tensor | None = None, scale: Tensor | None = None) -> None:
         """Report on the step that was taken last, or is recorded."""
-        more = ranks if ranks is not None else scale
-        numbers = numbers if more is None else replace(numbers, values=numbers.and_more(more))
-        seen = Seen(numbers, ranks is not None, scale is not None)
+        numbers = numbers.and_more(ranks, scale)
         if self._recording is not None:
-            self._recording.seen = seen
+            self._recording.seen = numbers
         else:
             assert self._step is not None
-            self._unread.append(StepReport(self._step, seen, OnHost.of(numbers.values)))
+            self._unread.append(StepReport.of(self._step, numbers))
 
     def _look_at_rest(self) -> None:
         """Look at calls whose gradients no optimizer has taken."""
@@ -367,6 +365,7 @@ class Watcher:
         """Look at weights that the last step wrote, which no call has read yet."""
         if not self._armed or self._in_a_row or (name := self._writes.bad_at_the_end()) is None:
             return
+        # Only an optimizer's write is news: other code's is the user's own doing, and may be meant.
         found = self._writes.explained(name, "")
         if isinstance(found, Finding) and found.step is not None and str(found) not in map(str, self.findings):
             self.trips.append(Trip(found.step, None, 0, self._verdicts.rank, found))
@@ -432,7 +431,7 @@ class Watcher:
         self.steps += 1
         self._writes.before(step.number)
         self._writes.after()
-        self._unread.append(StepReport(step, recording.seen, OnHost.of(recording.seen.numbers.values)))
+        self._unread.append(StepReport.of(step, recording.seen))
         if self._scaler is None:  # else it tells when
             self._settle()
 
@@ -483,8 +482,8 @@ class Watcher:
     def _judged(self, report: StepReport, at_floor: bool, together: bool) -> Trip | None:
         step, numbers = report.step, report.numbers()
         bad_outputs = any(numbers.bad_outputs())
-        *_, last_but_one, last = [0.0, 0.0, *report.found.values.tolist()]
-        somewhere, of_rank = (last_but_one, int(last)) if report.seen.ranks else (0.0, 0)
+        *_, last_but_one, last = [0.0, 0.0, *numbers.values.tolist()]
+        somewhere, of_rank = (last_but_one, int(last)) if numbers.ranks else (0.0, 0)
         if not (bad_outputs or numbers.bad_gradients() or somewhere):
             self._in_a_row = 0
             self._writes.ran(step.optimizers, step.number)
@@ -492,7 +491,7 @@ class Watcher:
         self._held.zero_()
         if step.tripped:  # told of, by another optimizer of the same step
             return None
-        scale = last if report.seen.scaled else 1.0
+        scale = last if numbers.scaled else 1.0
         # A model that fails at every step would spend the rest of the run in replays.
         enough = self._in_a_row >= _MOST_REPLAYS and not at_floor
         if step.again is not None and not (enough and self._scaler is None):
@@ -511,7 +510,7 @@ class Watcher:
             why = f"as were the {_MOST_REPLAYS} before it; not run again"
             trip = Trip(step.number, None, step.count, rank, None, why, step.skipped)
         else:
-            asks = together and report.seen.ranks and not of_rank
+            asks = together and numbers.ranks and not of_rank
             trip = trip_of(self._model, step, flagged, scale, rank, "" if asks else self._verdicts.elsewhere())
             began = self._verdicts.began(trip.finding is not None) if asks else None
             if trip.finding is None and began is not None:

@@ -54,6 +54,7 @@ class WeightWrites:
         """Note before a step's optimizers write: what was written since the last step, other code wrote."""
         now = [*map(_version, self._all)]
         if now != self._versions:
+            # A version that moved between two steps is a write of other code: a reset, a copy, an average.
             written = zip(self._all, now, self._versions, strict=True)
             self._others |= {parameter: step for parameter, version, known in written if version != known}
             self._versions = now
@@ -78,6 +79,7 @@ class WeightWrites:
         parameter = self._parameters[name]
         if parameter in self._bad_before:
             return f"{_CURE}it was so when watch began"
+        # Of several optimizers that hold the weight, the one that stepped last has written it last.
         own = [each for each in self._ran if any(parameter is own for own in parameters_of(each))]
         optimizer = max(own, key=self._ran.__getitem__, default=None)
         step = -1 if optimizer is None else self._ran[optimizer]
@@ -164,6 +166,7 @@ def _cure_of(group: Mapping[str, Any], state: Mapping[str, float], dtype: torch.
     eps = group.get("eps")
     divisor = next((key for key in _DIVISORS if state.get(key) == 0), None)
     if divisor is not None and isinstance(eps, int | float) and not torch.tensor(float(eps), dtype=dtype):
+        # An eps below the smallest normal number would be flushed to 0 on some devices.
         enough = max(_EPS, torch.finfo(dtype).smallest_normal)
         zero = f"eps={eps:g}" + (f" is 0 in {dtype_name(dtype)}" if eps else "")
         return f"{name}(..., eps={enough:.2g}): where {divisor} is 0 it divides by 0, as {zero}; {back}"
