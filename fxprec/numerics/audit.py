@@ -19,8 +19,7 @@ from fxprec.inspection.prices import Prices, sized
 from fxprec.model.conversion import conversion_of
 from fxprec.model.warm_up import kept
 from fxprec.numerics.births import Swallow
-from fxprec.numerics.ledger import GradientError, Ledger, OpPart, Row, Sample, ordered
-from fxprec.numerics.overrides import MEASURED, with_savings
+from fxprec.numerics.ledger import MEASURED, GradientError, Ledger, OpPart, Row, Sample, ordered, with_savings
 from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
 from fxprec.numerics.routes import OwnWay, Routes, own_way
 from fxprec.numerics.step import compared

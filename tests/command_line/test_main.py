@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxprec
-from fxprec.command_line.main import FAILURES, main, parser
-from fxprec.command_line.output import Waiting
+from fxprec.command_line.main import FAILURES, Waiting, main, parser
 from fxprec.command_line.target import TargetError, load
 from fxprec.passes.graph.annotations import Rule
 from page_data import data_of
@@ -167,7 +166,7 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "nets", raising=False)
-    monkeypatch.setattr("fxprec.command_line.output._SILENT", 60.0)
+    monkeypatch.setattr("fxprec.command_line.main._SILENT", 60.0)
     return file
 
 
@@ -391,7 +390,7 @@ def test_batches_of_a_loader_and_no_more_than_wanted(nets: Path, monkeypatch: py
 def test_waiting_is_told_after_two_seconds_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("fxprec.command_line.output._SILENT", 0.1)
+    monkeypatch.setattr("fxprec.command_line.main._SILENT", 0.1)
     with Waiting() as waiting:
         waiting.say("capturing")
     assert capsys.readouterr().err == ""

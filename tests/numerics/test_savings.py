@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fxprec
 from as_it_was import unchanged
 from fxprec.numerics import audit
-from fxprec.numerics.overrides import mean_square, saved
+from fxprec.numerics.ledger import mean_square, saved
 
 
 class Net(nn.Module):
