@@ -57,6 +57,7 @@ def load(name: str, most: int) -> Target:
     if not isinstance(value, nn.Module):
         if not callable(value):
             raise TargetError(f"{name} is a {type(value).__name__}: a factory is a function that gives the model")
+        # A factory that wants arguments would fail in words that say nothing of a factory.
         if wanted := _wanted(value):
             raise TargetError(f"{name} wants {', '.join(wanted)}: a factory is called without arguments")
         value = told(f"{name} failed", value)

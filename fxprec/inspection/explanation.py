@@ -149,6 +149,7 @@ def _put_out(node: Node) -> str:
     # Readers behind a cast of ours are told with the cast, which is what they see.
     direct = [user for user in node.users if not is_inserted(user)]
     parts = [f"to {_readers(direct)}"] if direct else []
+    # Casts of the result are told here, and not as nodes: they are a part of how it is read.
     for cast in node.users:
         if is_inserted(cast):
             to = f"{shown_dtype(cast)} if it is a float" if _asks(cast) else shown_dtype(cast)

@@ -156,6 +156,7 @@ class Headline:
     __repr__ = __str__
 
     def __rich__(self) -> RenderableType:
+        # A bare graph has no settings to tell.
         title = f"{self.model}: {self.settings}" if self.settings else self.model
         return titled(f"{title}: {self.verdict()}", columns(("", ""), self.lines()))
 
@@ -328,6 +329,7 @@ def lost_constants(places: Iterable[NamedNode], low: torch.dtype) -> Iterator[st
         places: the nodes of the rewritten graphs.
         low: the low dtype; only ops that read or compute in it are looked at.
     """
+    # One line for a number and an op, with the lines of code that it is in: layers repeat it.
     found: dict[str, dict[str, None]] = {}
     for _, _, node in places:
         if node.op in ("placeholder", "get_attr", "output") or notes(node).inserted or not _is_low(node, low):

@@ -112,6 +112,7 @@ class Locked:
             if not line.startswith("  "):
                 heading = line
                 continue
+            # Columns are two spaces apart at least: names hold single ones.
             dtype, module, *node = re.split(r" {2,}", line.strip())
             for path in _paths(module):
                 dtypes[Name(heading, path, "  ".join(node))] = dtype
@@ -208,6 +209,7 @@ def parse_file(text: str) -> dict[str, Locked]:
 def review(before: Locked, after: Locked) -> list[str]:
     """Return lines that tell a reader what changed; none where nothing did."""
     found = [] if before.settings == after.settings else [f"settings: {before.settings} became {after.settings}"]
+    # What is new comes in the order of the model; what is gone has no place there, and comes last.
     names = [*after.dtypes, *(name for name in before.dtypes if name not in after.dtypes)]
     changed = [name for name in names if before.dtypes.get(name) != after.dtypes.get(name)]
     pairs = (((before.dtypes.get(name, ""), after.dtypes.get(name, "")), name) for name in changed)

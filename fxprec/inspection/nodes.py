@@ -152,6 +152,7 @@ def reason(node: Node) -> tuple[str, str]:
 
 def source_line(node: Node) -> str:
     """Return the innermost line of the user's own source that made the node, ``model.py:12``; "" if none is known."""
+    # torch's own modules have frames too: the innermost of the user's says which layer it was.
     frames = _frames(node)
     own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
     if not frames:
@@ -178,6 +179,7 @@ def short_paths(text: Any) -> str:
 def _short(file: str) -> str:
     """Return a path relative to the working directory where it lies below; else its last two parts."""
     path = Path(file)
+    # Paths below the working directory can be opened by a click; of others two parts say enough.
     here = Path.cwd()
     if path.is_relative_to(here) and here.parent != here and "site-packages" not in path.parts:
         return path.relative_to(here).as_posix()

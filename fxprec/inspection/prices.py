@@ -110,6 +110,7 @@ class Prices:
         # Traffic changes for inputs that are read in the current dtype, for the result, and for readers that take what
         # arrives.
         moved = [source for source in dict.fromkeys(node.all_input_nodes) if notes(source).precision.output is current]
+        # An op that follows is moved along: its traffic changes as well, though its rule does not.
         takers = [user for user in node.users if not is_inserted(user) and not _wants_other(user, other)]
         moved += [node] * (
             1 + len([user for user in takers if user.op != "output" and not facts_of(notes(user).op.name).view])

@@ -218,6 +218,7 @@ class NodeTable:
                 for row in graph.rows
                 if row.kind not in ("shadow", "absorbed")
             )
+            # A line a node is never wrapped, so that grep finds it.
             parts.append(titled(title, columns(names, rows)))
             if graph.regions:
                 parts.append(titled("\nfused regions", columns(REGION_COLUMNS, map(region_cells, graph.regions))))
@@ -378,6 +379,7 @@ def _packed(conversion: Conversion, graphs: Iterable[GraphModule]) -> str:
         return ""
     # The notes are the pass's: what it packed, with the ops that oneDNN runs in the same kernel.
     products = [joined for gm in graphs for joined in graph_notes(gm).packed.values()]
+    # What oneDNN takes into a product's kernel has no kernel of its own any more.
     joined = [count(number, op) for op, number in Counter(itertools.chain(*products)).most_common()]
     held = conversion.packed.nbytes
     return (
@@ -438,6 +440,7 @@ def _slow(conversion: Conversion | None, computing: Iterable[NodeRow]) -> str:
 
 
 def _cost_line(graphs: tuple[GraphModule, ...], rows: list[NodeRow]) -> str:
+    # An op that pays nowhere is FULL by measurement, and says so first in its reason.
     stay = sum(row.rule == Rule.FULL and row.why.startswith("pays:") for row in rows)
     known = dict.fromkeys(costs for gm in graphs if (costs := graph_notes(gm).costs))
     return f"{'; '.join(known)}: {count(stay, 'op')} not worth lowering" if known else ""

@@ -72,6 +72,7 @@ class Unnamed:
     like_it: int = 0
 
     def __str__(self) -> str:
+        # Layers of one class are one line: a model of 48 blocks would fill the report.
         alike = f"do {self.like_it} modules" if self.like_it > 1 else "does 1 module"
         more = f" (so {alike} like it)" if self.like_it else ""
         return (
@@ -264,6 +265,7 @@ class _Method:
     def _handed_on(self, call: ast.Call) -> list[ast.expr]:
         """Return the arguments that may be called, where there is another one that they may be called with."""
         arguments = [*_arguments(call)]
+        # A module alone is kept or returned; beside an input it is likely to be called with that.
         others = [each for each in arguments if not self._all(each) and not isinstance(each, ast.Constant)]
         return arguments if others and not _calls_nothing(call.func) else []
 

@@ -275,6 +275,7 @@ class _Apart:
 
     def along_error(self) -> list[tuple[TensorPlace, Tensor]]:
         """Return weights for the values' errors along their own direction, in which the error is its length."""
+        # Its own direction makes the length linear in the error: rows can add up to it.
         errors = self.errors()
         length = self._length(errors)
         return [(place, error / length if length else error) for place, error in zip(self.places, errors, strict=True)]
@@ -408,6 +409,7 @@ class _LedgerBuilder:
     def note_gradients(self, names: Sequence[str], apart: _Apart) -> None:
         """Add the error of each parameter's gradient."""
         for number, (name, error) in enumerate(zip(names, apart.errors(), strict=True)):
+            # Squares add up over batches; the root is taken at the end.
             sums = self._errors.setdefault(name, [0.0, 0.0])
             sums[0] += float(error.square().sum())
             sums[1] += float(apart.exact(number).square().sum())

@@ -155,6 +155,7 @@ class OpCall:
 
     def overwrites(self, value: Tensor) -> bool:
         """Tell whether one of ``given`` stood where the op wrote without reading it."""
+        # An op that overwrites has not read what stood there, whatever that was.
         written = (self.given[number] for number in self._written)
         unread = self.name in _OVERWRITES or self.function.name().endswith("out")
         return unread and any(value is each for each in written)
@@ -354,6 +355,7 @@ def _came_in(values: Tensor, constant: bool) -> Tensor:
     count = int(large.sum())
     if count == 0:
         return large
+    # A mask is one number for all that it hides, beside values of the usual size.
     rest = values[~large]
     same = bool((values[large] == values[large][0]).all()) and bool((rest.abs() < _LEAST).all())
     return large if same and (constant or count > 1 or not bool(rest.any())) else _is_lowest(values)
@@ -361,6 +363,7 @@ def _came_in(values: Tensor, constant: bool) -> Tensor:
 
 def is_fault(low: Tensor, exact: Tensor, marks: Tensor | None) -> Tensor:
     """Return the elements that are not finite, where FP32 could have the reference's value, and no mask means it."""
+    # What FP32 cannot hold either is no fault of a low dtype.
     largest = math.inf if not exact.dtype.is_floating_point else torch.finfo(torch.float32).max
     wrong = ~low.isfinite() & (exact.abs() <= largest) & exact.isfinite()
     return wrong if marks is None else wrong & ~marks

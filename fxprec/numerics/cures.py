@@ -108,6 +108,7 @@ def policy_cure(step: TrainingStep, birth: Birth, fails_in_fp32: bool) -> Cure |
     tried = Search(step, wide).cure(birth)
     if tried is None:
         return None if fails_in_fp32 or _is_users_cast(birth) else Cure(_ALL_FP32)
+    # The cure is a call to paste: what else the user had set is repeated in it.
     settings = conversion_of(step.model).settings
     comments = []
     if tried.scale != step.scale:
@@ -141,6 +142,7 @@ def code_cure(step: TrainingStep, birth: Birth) -> str:
 
 def fault_in_fp32(step: TrainingStep) -> Birth | None:
     """Return where the model fails with all of it in FP32, unscaled; None: it does not, or cannot be run so."""
+    # Rows for the user's own ops stay: without them O0 could not run those.
     rules = conversion_of(step.model).settings.policy.rules
     try:
         wide = step.at(1.0).on(converted_anew(step.model, policy=Policy("O0", (), rules), lower="always"))
@@ -361,6 +363,7 @@ def _canonical(birth: Birth) -> str:
     if node is not None:
         return op_name(node).rstrip("_")
     if birth.origin.backward:
+        # Autograd's names are those of ops in camel case: MulBackward0 is mul.
         camel = re.sub(r"(Backward)?\d*$", "", birth.origin.name)
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", camel).lower()
     return birth.op.partition("::")[2].strip("_").removesuffix("_forward")

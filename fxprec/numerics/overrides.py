@@ -34,6 +34,7 @@ _SEVERAL: Final = 2
 
 def overridden(policy: Policy, precisions: Mapping[Words, torch.dtype]) -> Policy:
     """Return the policy with these overrides after its own."""
+    # Later overrides win, so these come after the policy's own.
     found: dict[Kind, dict[str, torch.dtype]] = {"ops": {}, "modules": {}, "nodes": {}}
     for (kind, pattern), precision in precisions.items():
         found[kind][pattern] = precision

@@ -148,6 +148,7 @@ class Tally:
     @staticmethod
     def read(tallies: Sequence[Tally]) -> list[Magnitudes]:
         """Return what they counted, with one wait a device."""
+        # One copy to the host for each device: a wait for every tally would take longer than the counting.
         by_device: dict[Any, list[int]] = defaultdict(list)
         for number, tally in enumerate(tallies):
             by_device[tally._counts.device, tally._wide].append(number)
@@ -464,6 +465,7 @@ def advise(rows: Sequence[Range], low: torch.dtype, ran_at: float, fault: str = 
     if not lowered:
         why = "no value of the run is in low precision"
         return Advice(None, (why,), None, None, why)
+    # Forward values must fit as they are; gradients can be scaled.
     forward = [row for row in lowered if row.phase == "forward"]
     backward = [row for row in lowered if row.phase == "backward" and row.values.some + row.values.overflowed]
     scale = _largest_scale([row for row in rows if row.phase == "backward"], backward, low, ran_at)

@@ -162,6 +162,7 @@ class _Faults:
 
     def note(self, values: Sequence[Tensor], gradients: Iterable[Tensor]) -> None:
         """Note one batch. Outputs that are no loss may be infinite."""
+        # Flags are kept on the device: a wait for each batch would slow the run.
         loss = values if len(values) == 1 and values[0].numel() == 1 else ()
         for flags, tensors in zip(self._sound.values(), (loss, map(dense, map(local, gradients))), strict=True):
             sound = [tensor.isfinite().all() for tensor in tensors]

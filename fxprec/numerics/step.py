@@ -306,6 +306,7 @@ class Compared(Births):
         if faults:
             return min(faults, key=lambda birth: birth.number)
         own = is_fault(result, self._exact(result), self._masks.of(result))
+        # In float64 on the run's own inputs: that separates this op's fault from what came in.
         wide = call.wide(result)
         # With infinities among its inputs, an op is at fault only where it has a value in float64 that they do not
         # explain.

@@ -213,6 +213,7 @@ def _split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     """Return batches to audit, and batches to measure on."""
     if len(batches) < 2:
         raise ValueError(f"tune wants at least two batches, one of them to measure on; there is {len(batches)}")
+    # Every fourth, and not the last ones: batches may be sorted.
     step = min(_HELD_OUT, len(batches))
     held_out = batches[step - 1 :: step]
     return [batch for number, batch in enumerate(batches) if (number + 1) % step], [*held_out]
@@ -224,6 +225,7 @@ def _times(models: Sequence[nn.Module], loss: Loss | None, batches: Sequence[Bat
     with contextlib.ExitStack() as stack:
         for each in models:
             stack.enter_context(kept(each))
+        # At least some steps, and long enough for a median that repeats.
         until = clock.perf_counter() + _SECONDS
         batches = [*itertools.islice(itertools.cycle(batches), max(_STEPS, len(batches)))]
         # In turns, so that a change of the machine's clock or load meets both models.

@@ -50,6 +50,7 @@ class Line:
 
 def told(lines: Sequence[Line], against: str = "the start") -> str:
     """Write an override's reason: ``2 linear of blocks.0-1.up: 0.1 of the start's mean square error less, +3 us``."""
+    # These were no choice of the search: their share of the error is not known.
     overflowing = sum(line.overflows for line in lines)
     whys = [f"{overflowing} overflow where they are low"] if overflowing else []
     if overflowing < len(lines):
@@ -155,6 +156,7 @@ class Tuned:
         """Return the policy as a file, with a comment a line."""
         convert = [f"Convert with: {self.how}"] if self.how else []
         text = [f"# {line}" for line in (self.headline, *self.remarks, *convert)]
+        # A reason stands behind the line that it is of; equal lines of two tables differ by the table.
         why, table = {_written(lines): told(lines, self.against) for lines in self.overrides()}, ""
         for line in self.policy.to_toml().splitlines():
             table = line if line.startswith("[") else table

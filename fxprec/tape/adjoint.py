@@ -160,6 +160,7 @@ class _AdjointWalk:
             place = place._replace(conjugate=False, negative=False)
         if place.dtype.is_complex:
             place, gradient = place.as_real(), torch.view_as_real(gradient.resolve_conj())
+        # One vector for a storage: views of it add into the same adjoint, as they lie in the same memory.
         flat = self._adjoints.get(place.storage)
         overlaps = place.overlaps
         if flat is None:
@@ -213,5 +214,6 @@ def opened(term: ErrorTerm, memory: Memory) -> dict[str, float] | None:
     parts: dict[str, float] = defaultdict(float)
     for part in terms(recorder, targets):
         parts[part.operation.origin.name] += part.rounding + part.bend
+    # What a kernel keeps in registers it does not round: its rest takes that back.
     parts[REST] = term.rounding - sum(parts.values())
     return dict(parts)

@@ -179,6 +179,7 @@ class Attribution(OpMode):
 
     def look(self, node: NodeOf, run: Callable[[], Any]) -> Any:
         """Run a node; ops that run meanwhile belong to it."""
+        # Sequence numbers that autograd gives out meanwhile are those of this node's backward.
         origin, first = OpOrigin("node", node.name, node.graph, node=node.node), sequence_number()
         self._nodes.append(origin)
         try:

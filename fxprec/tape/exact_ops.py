@@ -257,6 +257,7 @@ def _scale(query: Tensor, given: float | None) -> float:
 def region_forward(inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool, plan: int) -> list[Tensor]:
     """Compute ``fxprec::region_forward`` in the dtype of its inputs."""
     known = plan_of(plan)
+    # Statistics are results too, where the backward starts from them.
     specs = (*known.outputs, *(known.statistics if keep else ()))
     program = known.derived.forward
     values = evaluate(program, known.layout, inputs, seeds, seed, _dtype(inputs), rounds=False)
@@ -357,6 +358,7 @@ def _together(x: Tensor, result: Tensor, pixels: int) -> Iterator[tuple[Tensor, 
 
 
 def _native_dropout(drawn: Sequence[Tensor], x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    # The reference drops what the run dropped.
     mask = drawn[1]
     return (x * mask / (1 - p) if p < 1 else x * 0) if train is not False else x.clone(), mask
 

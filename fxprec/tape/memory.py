@@ -95,6 +95,7 @@ class Memory:
 
     def __init__(self, reference: torch.dtype) -> None:
         self.reference = reference
+        # Storages are held: a freed one's key could be given to a new one.
         self._storages: dict[int, Any] = {}
         self._copies: dict[int, Tensor] = {}
         self._errors: dict[int, Tensor] = {}  # instead of a copy
@@ -203,6 +204,7 @@ class Memory:
     def elements(self, place: TensorPlace) -> Tensor:
         """Return all elements of the run's storage: floats copied to the reference's dtype, complex ones as pairs."""
         flat = self._flat(place)
+        # Copies of complex storages are pairs, as adjoints are: one dtype serves for all floats.
         flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
         return flat.to(self.reference if place.is_float else flat.dtype, copy=True)
 

@@ -109,6 +109,7 @@ class OpRecorder(Attribution):
 
     def begin(self, shadows: Mapping[str, Tensor]) -> None:
         """Attribute the low copies of weights to the weights, also where they were made before this run."""
+        # The program's own order of weights tells which shadow belongs to which.
         keys = {storage_key(shadow): (path, self._masters[path], shadow) for path, shadow in shadows.items()}
         made = {key for key in keys if not self.memory.knows(keys[key][2])}
         # A shadow that was just written was recorded as an op outside of the graphs: now it is known whose it is.
@@ -131,6 +132,7 @@ class OpRecorder(Attribution):
     def _looked(self, node: NodeOf, run: Callable[[], Any]) -> Any:
         if self.rounded is None:
             return super().look(node, run)
+        # By storage, since a node's ops may read views of what it was handed.
         handed: dict[int, dict[TensorPlace, int]] = {}
         for position, value in enumerate(node.inputs):
             if isinstance(value, Tensor) and value.is_floating_point() and _is_plain(value):

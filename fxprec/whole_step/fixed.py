@@ -109,6 +109,7 @@ class Fixed:
         }
         numbers["max_norm of the optimizer"] = getattr(optimizer, "max_norm", None)
         numbers["growth or backoff of the scaler"] = scale_rule(self._scaler)
+        # What surrounds the call is baked into the kernels of the capture.
         autocast = torch.is_autocast_enabled(self._device)
         numbers["torch.autocast around the step"] = autocast and torch.get_autocast_dtype(self._device)
         # A graph holds a watcher's reductions, or none: entering or leaving watch needs another graph.

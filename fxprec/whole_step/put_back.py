@@ -76,6 +76,7 @@ def backward_put_back(iteration: Iteration) -> Iterator[None]:
 @contextmanager
 def _attributes_put_back(iteration: Iteration) -> Iterator[None]:
     """Put back what modules hold, gradients and random numbers."""
+    # A forward may cache tensors on modules: of a warm-up they would be other ones.
     attributes = [(ModelState(root), _classes(root), root) for root in iteration.roots()]
     gradients = [(p, p.grad) for p in iteration.parameters]
     random = RandomState()
@@ -197,6 +198,7 @@ class KeptIteration:
     def run_again(self, watcher: CallWatcher, scale: float) -> None:
         """Run forward, and backward at a loss scale, without the graph, for one watcher; then put all back."""
         with backward_put_back(self.iteration), ExitStack() as stack:
+            # The others have seen this step, by its replay.
             for other in self.iteration.watchers():
                 if other is not watcher:
                     stack.enter_context(other.aside())

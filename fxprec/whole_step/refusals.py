@@ -166,6 +166,7 @@ def buffers_in_place(iteration: Iteration) -> Iterator[None]:
 
 def _refuse_unborn_state(optimizer: Optimizer) -> None:
     """Refuse optimizers whose first step is unlike the others; Adam and SGD begin with states of zeros."""
+    # A first step that differs would be repeated by every replay.
     unborn = any(p.requires_grad and not optimizer.state.get(p) for p in parameters_of(optimizer))
     name = type(optimizer).__name__
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):
@@ -209,6 +210,7 @@ def explained(what: str) -> Iterator[None]:
 
 
 def _line_of(error: BaseException) -> str:
+    # The innermost frame of the user's is the line to change.
     frames = traceback.extract_tb(error.__traceback__)
     # Not the frame of a dispatch mode either, through which an operator of the user's line went.
     users = [f for f in frames if not f.filename.startswith((*_PACKAGES, "<")) and f.name != "__torch_dispatch__"]

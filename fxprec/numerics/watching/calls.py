@@ -58,6 +58,7 @@ class SeenCall:
                 with torch.no_grad():
                     largest = (torch.view_as_real(leaf) if leaf.is_complex() else leaf).amax()
                 note = functools.partial(self._note, number, largest, came)
+                # A hook of the output hears of its gradient wherever the loss is computed.
                 self._handles.append(leaf.register_hook(note))
 
     def _note(self, number: int, largest: Tensor, came: Callable[[Self], object], gradient: Tensor) -> None:
@@ -175,6 +176,7 @@ class KeptCall(SeenCall):
                 rest, output = order[position:], outputs[number]
                 given = totals[number].to(output.dtype)
                 read = [outputs[other] for other in rest]
+                # The graph of the call itself says how much of a later output's gradient came through it.
                 found = torch.autograd.grad(output, read, given, retain_graph=True, allow_unused=True)
                 for other, inner in zip(rest, found, strict=True):
                     if inner is not None:

@@ -541,6 +541,7 @@ class Watcher:
         known = self._known.get(optimizer)
         if known is None:
             own = {id(parameter) for parameter in self._model.parameters()}
+            # Asked once for each optimizer: a walk through all parameters at each step would take long.
             known = any(id(parameter) in own for parameter in parameters_of(optimizer))
             if known:
                 self._refuse(optimizer)
