@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.bound import Bound
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 from fxprec.kernels.launch.operands import check_operands, packed
-from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
+from fxprec.kernels.launch.triton_support import Bound, can_launch, constexpr, jit, tl
 from fxprec.kernels.nn.batch_norm_backward import BACKWARD
 from fxprec.kernels.nn.batch_norm_statistics import STATISTICS, channel_statistics
 from fxprec.kernels.nn.batch_norm_tiles import (

@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.bound import Bound
 from fxprec.kernels.launch.kernel_op import KernelOp
 from fxprec.kernels.launch.operands import packed
-from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
+from fxprec.kernels.launch.triton_support import Bound, can_launch, constexpr, jit, tl
 from fxprec.kernels.nn.batch_norm_tiles import (
     BACKWARD_BYTES,
     OPTIONS,

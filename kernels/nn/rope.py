@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.cpu.cpp import compiled
-from fxprec.kernels.launch.bound import Bound
 from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.kernel_op import KernelOp
 from fxprec.kernels.launch.operands import check_operands
-from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
+from fxprec.kernels.launch.triton_support import Bound, can_launch, constexpr, jit, tl
 
 #: Pairs of a tile, 8 a thread.
 _TILE: Final = 1024

@@ -18,8 +18,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from fxprec.kernels.launch import triton_support
-from fxprec.kernels.launch.bound import Bound
-from fxprec.kernels.launch.triton_support import constexpr, int64, jit, tl
+from fxprec.kernels.launch.triton_support import Bound, constexpr, int64, jit, tl
 from fxprec.kernels.nn.max_pool import max_pool2d
 from fxprec.kernels.optim import adam, norm, sgd
 from fxprec.kernels.optim.changed_copies import ChangedCopies

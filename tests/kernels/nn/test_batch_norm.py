@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kernel_tools
 from benchmarks.workloads import kernel_bytes
-from fxprec.kernels.launch.bound import Bound
+from fxprec.kernels.launch.triton_support import Bound
 from fxprec.kernels.nn import batch_norm as module
 from fxprec.kernels.nn import batch_norm_tiles as tiles_module
 from fxprec.kernels.nn.batch_norm import APPLY, batch_norm
