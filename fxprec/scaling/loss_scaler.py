@@ -26,9 +26,16 @@ from fxprec.errors import (
     UnusedSettingWarning,
 )
 from fxprec.host_reads import capturing
-from fxprec.scaling.blocks import add_back, gradients_aside, owners_of, refuse_loss, scaled
 from fxprec.scaling.gradients import ParameterNames, parameters_of
-from fxprec.scaling.optimizer_state import OptimizerState, Records, checked_blocks
+from fxprec.scaling.optimizer_state import (
+    OptimizerState,
+    Records,
+    add_back,
+    checked_blocks,
+    gradients_aside,
+    owners_of,
+    refuse_loss,
+)
 from fxprec.scaling.scale import (
     Scales,
     UpdateRule,
@@ -37,6 +44,7 @@ from fxprec.scaling.scale import (
     checked_interval,
     checked_new_scale,
     checked_state,
+    scaled,
 )
 from fxprec.scaling.skips import (
     Skips,

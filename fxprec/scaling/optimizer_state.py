@@ -1,8 +1,11 @@
-"""What a scaler knows of each optimizer: its state between two updates, typed, and what a checkpoint holds of that.
+"""Keep what a scaler knows of each optimizer between two updates, and put gradients aside in ``scale_loss`` blocks.
 
     READY --unscale_--> UNSCALED --step--> STEPPED --update--> READY        stage, as torch's scaler has it
     NONE --scale_loss--> OPEN --exit--> CLOSED --update--> NONE             block
                               delayed: the exit left gradients of a loss scaled, until the next block of it or ``step``
+
+Each loss has a scale of its own, so its gradients must be unscaled before those of the next one are added: what is
+there when a block is entered is put aside, and added again on exit. (apex.amp's ``scale_loss`` has the same contract.)
 
 A checkpoint within an accumulation by ``scale_loss`` adds how each optimizer's gradients stand. The gradients
 themselves are the user's to save. After loading, an optimizer takes up the first entry that was made with as many
@@ -11,9 +14,11 @@ parameters and elements, provided that it has gradients by then: else the iterat
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -26,8 +31,8 @@ from fxprec.errors import LossScaleError
 from fxprec.scaling.gradients import parameters_of
 from fxprec.scaling.scale import FloorWatch, LossScale, Scales
 from fxprec.scaling.skips import Skips, combined_flag
-from fxprec.scaling.unscale import Flags, SpoiledGradients
-from fxprec.torch_internals import view_base
+from fxprec.scaling.unscale import Flags, GradientChecks, SpoiledGradients, claim, holds_any
+from fxprec.torch_internals import foreach_add_, view_base
 
 
 class Block(Enum):
@@ -55,9 +60,11 @@ class KeptGradient(NamedTuple):
     values: Tensor
 
     @classmethod
+    @torch.no_grad()
     def of(cls, parameter: Tensor, gradient: Tensor) -> KeptGradient:
         return cls(parameter, gradient, gradient if view_base(gradient) is None else gradient.clone())
 
+    @torch.no_grad()
     def put_back(self) -> None:
         """Make it the parameter's gradient again."""
         if self.values is not self.gradient:
@@ -243,6 +250,103 @@ class Records:
         if flags:
             state.found_inf_by_loss = {i: [flag] for i, flag in flags.items()}
             state.found_inf_per_device = {device: torch.stack([*flags.values()]).amax()}
+
+
+def refuse_loss(records: Records, owners: list[Optimizer], loss_id: int) -> None:
+    """Raise what ``LossScaler.scale_loss`` does before anything is scaled."""
+    losses = len(records.scales.losses)
+    if not 0 <= loss_id < losses:
+        raise IndexError(f"loss_id={loss_id}: this scaler has {losses} losses; LossScaler(num_losses=...) makes more")
+    # Gradients that are there must be unscaled, or scaled by the same loss, before others are added to them.
+    for optimizer in owners:
+        state = records.state_of(optimizer, "scale_loss")
+        if state.stage is OptState.STEPPED:
+            raise RuntimeError(f"{type(optimizer).__name__} has stepped: scaler.update() before the next scale_loss")
+        if state.delayed not in (None, loss_id):
+            raise RuntimeError(
+                f"gradients of loss {state.delayed} are there, still scaled (delay_unscale=True): unscale them "
+                f"before the backward of loss {loss_id}, or they cannot be told apart"
+            )
+        if records.scaled_outside and state.delayed is None and state.stage is OptState.READY:
+            # Reads from the device, where scale and scale_loss are used in one iteration only.
+            if any(p.grad is not None and holds_any(p.grad) for p in parameters_of(optimizer)):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} has gradients, and scale() was called since the last update: they "
+                    "may still be scaled. scaler.unscale_ the optimizer before scale_loss, or use scale_loss for "
+                    "all its losses; or zero_grad() it"
+                )
+
+
+@contextmanager
+def gradients_aside(
+    records: Records, checks: GradientChecks, owners: list[Optimizer], loss_id: int, delay_unscale: bool
+) -> Iterator[None]:
+    """Put gradients of earlier losses aside for a backward in the block; all is as before if the block fails."""
+    before: list[tuple[Optimizer, OptimizerState, list[KeptGradient]]] = []
+    for owner in owners:
+        state = records.state_of(owner)
+        gradients = [KeptGradient.of(p, p.grad) for p in parameters_of(owner) if p.grad is not None]
+        before.append((owner, replace(state), gradients))
+        # Without gradients there, no backward of the block adds to them.
+        for kept in gradients:
+            kept.parameter.grad = None
+        state.stage, state.block = OptState.READY, Block.OPEN
+    try:
+        yield
+        # What unscaling would refuse is refused here, where all can still be restored.
+        if not delay_unscale:
+            claimed: dict[int, weakref.ref[Optimizer]] = {}
+            for owner in owners:
+                checks.refuse(records.spoiled, owner, claimed)
+                claim(owner, claimed)
+    except BaseException:
+        for owner, was, _ in before:
+            records.states[id(owner)] = was
+            for parameter in parameters_of(owner):
+                parameter.grad = None
+        # After all are set to None: a parameter may be in two optimizers.
+        for _, _, gradients in before:
+            for kept in gradients:
+                kept.put_back()
+        raise
+    for owner, was, gradients in before:
+        state = records.state_of(owner)
+        # Gradients of the same loss that were still scaled may be added at once: they have its scale.
+        if was.delayed is not None:
+            add_back(gradients)
+        else:
+            state.aside = gradients
+        state.block, state.delayed = Block.CLOSED, loss_id
+
+
+@torch.no_grad()
+def add_back(kept: list[KeptGradient]) -> None:
+    """Add gradients that were put aside to those that are there now, in the tensors that were there before.
+
+    Plain ones in one multi-tensor addition.
+    """
+    # Sparse gradients, DTensors and buckets of DDP go one by one.
+    plain = [k for k in kept if k.values is k.gradient and type(k.gradient) is type(k.parameter.grad) is Tensor]
+    plain = [k for k in plain if k.gradient.layout is torch.strided and k.parameter.grad is not k.gradient]
+    if plain:
+        news = [k.parameter.grad for k in plain]
+        foreach_add_([k.gradient for k in plain], news)
+        for k in plain:
+            k.parameter.grad = k.gradient
+    done = {id(k) for k in plain}
+    for k in kept:
+        if id(k) not in done:
+            k.add_back()
+
+
+def owners_of(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
+    """Return each optimizer once."""
+    given = optimizers if isinstance(optimizers, Iterable) else [optimizers]
+    owners = {id(owner): owner for owner in given}
+    for owner in owners.values():
+        if not isinstance(owner, Optimizer):
+            raise TypeError(f"scale_loss takes an optimizer or a list of them, not {type(owner).__name__}")
+    return [*owners.values()]
 
 
 def checked_blocks(blocks: Any, num_losses: int) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ DeepSpeed's ``DynamicLossScaler`` (there ``consecutive_hysteresis``) have it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, Final, NamedTuple
@@ -264,6 +264,29 @@ class FloorWatch:
         return fallen
 
 
+def scaled(outputs: Any, times_scale: Callable[[Tensor], Tensor]) -> Any:
+    """Return ``outputs`` times the scale; low precision is cast to FP32 first: in float16 65536 times a loss is inf.
+
+    Args:
+        outputs: a floating-point tensor, or an iterable of them, nested or not. Lists, tuples and namedtuples come back
+            as what they were, other iterables as an iterator (as torch's scaler does).
+        times_scale: a tensor -> its product with the scale.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if isinstance(outputs, Tensor):
+        if not (outputs.is_floating_point() or outputs.is_complex()):
+            raise TypeError(f"a loss of {outputs.dtype} has no gradient: scale floating-point tensors")
+        return times_scale(outputs.float() if outputs.dtype.itemsize < 4 else outputs)
+    if isinstance(outputs, (str, bytes, Mapping)) or not isinstance(outputs, Iterable):
+        raise TypeError(f"outputs must be a Tensor or an iterable of Tensors, not {type(outputs).__name__}")
+    parts = (scaled(part, times_scale) for part in outputs)
+    if isinstance(outputs, (list, tuple)):
+        return type(outputs)(*parts) if hasattr(outputs, "_fields") else type(outputs)(parts)
+    return parts
+
+
 def checked_scale(name: str, value: Any) -> float:
     """Return a scale: finite and greater than 0, as an FP32 number; else raise LossScaleError, as all below do."""
     if not _is_number(value) or not SMALLEST_SCALE <= value <= LARGEST_SCALE:
@@ -301,7 +324,8 @@ def checked_interval(name: str, value: Any) -> int:
 
 def checked_count(name: str, value: Any, least: int = 0) -> int:
     """Return a whole number of at least ``least``, which int32 holds, as on the device."""
-    if not _is_whole(value) or not least <= value < 2**31:
+    # True is an Integral, and no number that anybody means.
+    if not isinstance(value, Integral) or isinstance(value, bool) or not least <= int(value) < 2**31:
         raise LossScaleError(f"{name} must be a whole number of at least {least}, not {value!r}")
     return int(value)
 
@@ -369,10 +393,6 @@ def _states_of_losses(state: Mapping[str, Any], num_losses: int) -> list[dict[st
     if not all(isinstance(loss, Mapping) for loss in losses):
         raise RuntimeError("the scaler's state of each loss under 'fxprec' is a dict")
     return [{**losses[0], **first}, *map(dict, losses[1:])]
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
