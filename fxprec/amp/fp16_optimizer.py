@@ -158,6 +158,13 @@ class DynamicLossScaler(StaticLossScaler):
         self.unskipped = int(state["unskipped"])
 
 
+def _of_wrapped(name: str, doc: str) -> Any:
+    """Return a property that is one of the wrapped optimizer's."""
+    return property(
+        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value), doc=doc
+    )
+
+
 class FP16_Optimizer:
     """Wrapper of a PyTorch optimizer of float16 or bfloat16 (and perhaps some FP32) parameters.
 
@@ -207,6 +214,7 @@ class FP16_Optimizer:
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._scaled = False
         self.overflow = False
+        # A dtype that was not meant (a model that stayed FP32) shows here.
         for i, group in enumerate(groups):
             self._say(
                 f"FP16_Optimizer: param group {i} has {len(group.low)} low parameters, which get FP32 masters, and "
@@ -382,23 +390,9 @@ class FP16_Optimizer:
     def loss_scale(self, value: float) -> None:
         self.loss_scaler.cur_scale = StaticLossScaler(value).cur_scale
 
-    @property
-    def state(self) -> Any:
-        """State of the wrapped optimizer."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the wrapped optimizer, with masters in place of low parameters."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
+    # Scripts read and set these two of apex's as if this were the optimizer that it wraps.
+    state = _of_wrapped("state", "State of the wrapped optimizer.")
+    param_groups = _of_wrapped("param_groups", "Its groups, with masters in place of low parameters.")
 
 
 class MasterGroup(NamedTuple):
