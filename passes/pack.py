@@ -47,6 +47,7 @@ from fxprec.kernels.cpu.packed import (
     packed_conv_plus,
     packed_linear_of_many,
 )
+from fxprec.kernels.launch.graph_call import is_torchs
 from fxprec.kernels.torch_internals import linear_pointwise
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.graph.annotations import NON_TENSOR, Op, Precision, Rule, arg_nodes, argument, graph_notes, notes
@@ -190,7 +191,7 @@ def _is_weight(node: object) -> bool:
 
 def activation_of(node: Node, epilogue: Epilogue) -> Act | None:
     """Return the activation in oneDNN's terms; None where an argument is no number."""
-    if epilogue.binary or not node.args or not isinstance(node.args[0], Node):
+    if epilogue.binary or not node.args or not isinstance(node.args[0], Node) or not is_torchs(node.target):
         return None
     options = [argument(node, *option) for option in epilogue.options]
     algorithm = "" if epilogue.algorithm is None else argument(node, *epilogue.algorithm)
@@ -201,7 +202,8 @@ def activation_of(node: Node, epilogue: Epilogue) -> Act | None:
 
 def fold(product: Product, norm: Node) -> bool:
     """Fold a batch norm by running statistics into the weight; return whether it is one that the weight can take in."""
-    if notes(norm).op.name != "batch_norm" or norm.args[:1] != (product.node,):
+    # Ours has more in it than a norm: the sum and the relu behind it.
+    if notes(norm).op.name != "batch_norm" or norm.args[:1] != (product.node,) or not is_torchs(norm.target):
         return False
     names = ("running_mean", "running_var", "weight", "bias")
     given = [argument(norm, 1 + i, name) for i, name in enumerate(names)]

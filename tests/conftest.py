@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -16,7 +17,9 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxprec.capture.symbolic.trace import propagate_shapes
+from fxprec.errors import ConversionError
 from fxprec.kernels.calls import sizes
+from fxprec.kernels.cpu.compiled_attention import why_not as why_no_loops
 from fxprec.passes.context import Context
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.runner import PIPELINE, run_passes
@@ -66,6 +69,31 @@ def _mark_core(items: list[pytest.Item]) -> None:
         if function not in seen and not any(map(item.get_closest_marker, ("slow", "zoo", "gpu"))):
             seen.add(function)
             item.add_marker(pytest.mark.core)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
+    """Skip a test that converts with ``fuse=True`` on a CPU where that is an error: it wants AVX-512 and a compiler."""
+    with skipped_without_loops():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup() -> Any:
+    """Skip the tests of a fixture that converts so, likewise."""
+    with skipped_without_loops():
+        return (yield)
+
+
+@contextlib.contextmanager
+def skipped_without_loops() -> Iterator[None]:
+    why = why_no_loops()
+    try:
+        yield
+    except ConversionError as error:
+        if not why or not str(error).startswith(f"fuse=True: {why}"):
+            raise
+        pytest.skip(why)
 
 
 # An eighth of the time of all tests went into collections of what stays anyway.

@@ -33,7 +33,7 @@ from fxprec.numerics.ranges import ranges
 from fxprec.numerics.tune import search
 from fxprec.passes.costs.device_costs import DeviceCosts, Work, time_text
 from fxprec.passes.graph.text import dtype_name
-from fxprec.passes.policy.policy import Policy
+from fxprec.passes.policy.policy import LEVELS, Policy
 from fxprec.scaling.loss_scaler import LossScaler
 
 #: What ``--json`` is called with to print.
@@ -187,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         own.add_argument("target", metavar="TARGET", help="package.module:factory or file.py:factory")
-        own.add_argument("--level", choices=("O0", "O1", "O2", "O3"), help="of the conversion; default: O1")
+        own.add_argument("--level", choices=LEVELS, help="of the conversion; default: O1")
         own.add_argument("--policy", type=Path, metavar="FILE", help="a policy as TOML, in place of a level")
         own.add_argument("--dtype", choices=_DTYPES, help="default: float16 on CUDA, bfloat16 elsewhere")
         add_json(own)

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxprec.kernels.launch.graph_call import graph_call
+from fxprec.kernels.launch.graph_call import graph_call, stands_for
 
 
+@stands_for(F.conv2d)
 @graph_call
 def depthwise_conv2d(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,

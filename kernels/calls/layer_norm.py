@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxprec.kernels.launch.graph_call import graph_call, in_script
+from fxprec.kernels.launch.graph_call import graph_call, stands_for
 
 
-@in_script(F.layer_norm)
+@stands_for(F.layer_norm)
 @graph_call
 def layer_norm(
     input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, bias: Tensor | None = None,

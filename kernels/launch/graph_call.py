@@ -44,17 +44,29 @@ def graph_call(function: Callable[P, R]) -> Callable[P, R]:
                 return tracer.create_proxy("call_function", call, args, kwargs)
         return function(*args, **kwargs)
 
+    call.is_graph_call = True  # type: ignore[attr-defined]
     return call
 
 
-def in_script(torchs: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Name the function of torch that stands for a graph call in TorchScript, which compiles no code of ours."""
+def stands_for(torchs: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Name the function of torch that a graph call is, argument by argument.
+
+    Passes may compute that in its place, and TorchScript, which compiles no code of ours, calls it.
+    """
 
     def name(call: Callable[P, R]) -> Callable[P, R]:
-        call.in_script = torchs  # type: ignore[attr-defined]
+        call.torchs = torchs  # type: ignore[attr-defined]
         return call
 
     return name
+
+
+def is_torchs(target: Any) -> bool:
+    """Return whether what a node calls is an op of torch's, or a graph call that ``stands_for`` one.
+
+    Any other graph call computes something besides the op whose name its node has, such as a relu behind a norm.
+    """
+    return not getattr(target, "is_graph_call", False) or hasattr(target, "torchs")
 
 
 def tracer_of(value: Any) -> Any:

@@ -127,7 +127,7 @@ class ExactGraphModule(GraphModule):
         """Return a copy for torch.jit.script, which compiles the source of the forward, but no kernel of ours."""
         graph = copy.deepcopy(self.graph)
         for node in graph.nodes:
-            node.target = getattr(node.target, "in_script", node.target)
+            node.target = getattr(node.target, "torchs", node.target)
         return GraphModule(self, graph, type(self).__name__)
 
 

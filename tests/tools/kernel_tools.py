@@ -26,7 +26,6 @@ from torch import Tensor
 
 from approximations import check_approximations
 from cubin import usage_of
-from fxprec.kernels.cpu.compiled_attention import why_not as why_no_loops
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -36,8 +35,6 @@ _INTERPRETER = pytest.param("cpu", id="interpreter")
 _GPU = pytest.param("cuda", id="gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
 DEVICES = [_INTERPRETER] if INTERPRETING else [_GPU]
 compiles = pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="wants Triton's compiler")
-#: For models with ``fuse=True`` on a CPU, which is an error where there is no AVX-512 or no compiler.
-loops = pytest.mark.skipif(bool(why_no_loops()), reason=why_no_loops())
 #: Compute capabilities that kernels are compiled for.
 ARCHITECTURES = [80, 90, 100]
 _ROOT: Final = pathlib.Path(__file__).parents[2]

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxprec
-import kernel_tools
 from fxprec.kernels.calls import depthwise_conv2d as depthwise_calls
 from fxprec.kernels.cpu import depthwise
 from fxprec.kernels.cpu.depthwise import depthwise_conv2d, pays
@@ -167,9 +166,7 @@ def converted(**options: Any) -> tuple[nn.Module, nn.Module, Tensor]:
     return fxprec.convert(model, dtype=LOW, **options)[0], exact, x
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"fuse": True}, marks=kernel_tools.loops), {"capture": "dynamo"}, {"level": "O2"}]
-)
+@pytest.mark.parametrize("options", [{}, {"fuse": True}, {"capture": "dynamo"}, {"level": "O2"}])
 def test_a_model_takes_them_and_trains(options: dict[str, Any], taken: list[Any]) -> None:
     model, exact, x = converted(**options)
     eager = copy.deepcopy(exact).float()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxprec
-import kernel_tools
 from fxprec.kernels.calls import layer_norm as layer_norm_calls
 from fxprec.kernels.cpu import layer_norm as kernel
 
@@ -148,8 +147,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize(
     "settings",
     [
-        {}, {"level": "O2"}, {"level": "O3"}, {"capture": "dynamo"}, {"fuse": False},
-        pytest.param({"fuse": True}, marks=kernel_tools.loops),
+        {}, {"level": "O2"}, {"level": "O3"}, {"capture": "dynamo"}, {"fuse": True}, {"fuse": False},
         {"placement": "autocast"},
     ],
     ids=str,

@@ -169,7 +169,7 @@ SHAPES = {
 
 
 @outside
-@kernel_tools.loops
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("name", "half"),
@@ -197,7 +197,6 @@ def test_values_and_gradients_of_loops(name: str, low: torch.dtype, half, monkey
 
 
 @outside
-@kernel_tools.loops
 def test_a_model_on_a_cpu_turns_its_queries_in_loops() -> None:
     torch.manual_seed(0)
 
@@ -276,7 +275,6 @@ class Written(nn.Module):
 
 
 @outside
-@kernel_tools.loops
 @pytest.mark.parametrize("to", ["cos", "q"])
 def test_what_is_written_to_between_product_and_sum_stays(to: str) -> None:
     torch.manual_seed(0)
@@ -287,7 +285,6 @@ def test_what_is_written_to_between_product_and_sum_stays(to: str) -> None:
 
 
 @outside
-@kernel_tools.loops
 def test_a_result_of_another_dtype_than_x_stays() -> None:
     class Exact(Written):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -299,7 +296,6 @@ def test_a_result_of_another_dtype_than_x_stays() -> None:
 
 
 @outside
-@kernel_tools.loops
 def test_tables_that_are_learned_stay_with_a_loop_of_a_region() -> None:
     class Learned(Written):
         def __init__(self) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fxprec.kernels.launch.graph_call import graph_call, stands_for
 from fxprec.passes.fusion.row_operations import drops, is_row_operation, reduced_dimensions
 
 X, INTS = torch.randn(2, 3, 4), torch.randint(0, 9, (2, 3, 4))
@@ -141,3 +142,18 @@ def test_without_shapes_only_negative_dimensions_are_certain(tools):
 )
 def test_dropouts_that_drop(tools, function, yes):
     assert drops(last(tools, function, X)) is yes
+
+
+def test_a_graph_call_is_the_op_only_where_it_stands_for_it(tools):
+    """It may hold more than the op whose name its node has: a region would compute that op alone."""
+
+    @graph_call
+    def more(x):
+        return F.relu(x) * 2
+
+    node = last(tools, lambda x: F.relu(x), X)
+    assert is_row_operation(node)
+    node.target = more
+    assert not is_row_operation(node)
+    node.target = stands_for(F.relu)(more)
+    assert is_row_operation(node)
