@@ -1,4 +1,4 @@
-"""Find what is not free for the cut to choose: values that low precision cannot hold, and memory that is written.
+"""Find what is not free for the cut to choose: values that low precision cannot hold.
 
 Safety pins keep an op that would follow or promote in FP32::
 
@@ -21,16 +21,6 @@ sigmoid that gates them reaches no pole: a matrix product ends the search, and s
 that goes in. A constant that is made like a low value (``ones_like(%h)``) is none of these: it reads no values, and is
 FP32 where it meets what is pinned. A cast that rounds nothing in the original program (``%p.to(%h.dtype)``) hands on,
 and so is written as FP32.
-
-Written classes: a tensor, its views and its in-place users share memory, so that one of them in another dtype would be
-a copy that misses the writes. ``written_classes`` finds them; a class without a write falls apart into ordinary ops.
-Who inserts casts keeps to two rules: a cast of a member is good until the next write to its class (its mutation epoch),
-and a member with ``meta["root_dtype"]`` (the root of a class that lives in another dtype than the root's kernel puts
-out) is cast right after it is made, and only the cast is used from then on::
-
-    %y: bfloat16 = linear(%x, %w)           # meta["root_dtype"] = float32
-    %y_f32: float32 = cast(%y, torch.float32)
-    %z: float32 = masked_fill_(%y_f32, %mask, -3.4e38)
 """
 
 from __future__ import annotations
@@ -43,15 +33,12 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.graph.annotations import NO_OP, UNKNOWN, Rule, arg_nodes, argument, notes
+from fxprec.passes.graph.annotations import UNKNOWN, Rule, arg_nodes, argument, notes
 from fxprec.passes.graph.text import dtype_name
-from fxprec.passes.ops.aliases import shared_sources, written_memory
-from fxprec.passes.ops.names import cast_target
 from fxprec.passes.ops.rule import OpRule
-from fxprec.passes.ops.spellings import VIEW_ATTRIBUTES
 from fxprec.passes.ops.table import facts_at
 from fxprec.passes.placement.products import is_square
-from fxprec.passes.placement.sites import Site, assumed_original, base_of, carries_float
+from fxprec.passes.placement.sites import Site, base_of, carries_float
 from fxprec.passes.policy.policy import LOWERED
 from fxprec.passes.torch_internals import is_higher_order
 
@@ -284,35 +271,3 @@ def _floats(node: Node) -> Iterator[Node]:
         example = port != 0 if notes(node).op.name == "to" else row.example and port in (0, "input", "self")
         if (carries_float(dtype) or dtype is torch.float64) and not example:
             yield source
-
-
-def written_classes(graph: Graph) -> dict[Node, Node]:
-    """Member -> root of every class of nodes that share memory which is written in place."""
-    roots, written = written_memory(graph, _shares_memory_of)
-    return {node: root for node, root in roots.items() if root in written}
-
-
-def _shares_memory_of(node: Node) -> Iterator[Node]:
-    """Yield what ``aliases.shared_sources`` yields, without what converts or copies."""
-    op = notes(node).op
-    if op is not NO_OP and not op.in_place:
-        if op.name == "to":  # a cast to the dtype that the tensor has already gives the tensor itself
-            target = cast_target(node)
-            if target is not None and target != assumed_original(notes(node.all_input_nodes[0]).dtype):
-                return
-        if op.name == "getattr" and node.args[1] not in VIEW_ATTRIBUTES | {"real"}:
-            return
-        if op.name == "getitem" and picks_by_tensor(node.args[1]):
-            return
-    yield from shared_sources(node)
-
-
-def picks_by_tensor(index: object, unknown: bool = False) -> bool:
-    """Return whether indexing copies: by a list or a tensor (``unknown``: or what may be one), or with one."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, list) or (isinstance(part, Node) and _is_tensor(part, unknown)) for part in parts)
-
-
-def _is_tensor(node: Node, unknown: bool) -> bool:
-    dtype = notes(node).dtype
-    return isinstance(dtype, torch.dtype) or (unknown and dtype is UNKNOWN)

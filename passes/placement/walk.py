@@ -8,29 +8,42 @@ Bodies of checkpointed regions are decided together with their caller: placehold
 the body's, and no cast stands at the border. Branches and loops, and bodies that are called more than once, are decided
 alone between original dtypes. Bodies of any other higher-order op (a custom autograd function, flex attention) are left
 as they are.
+
+Written classes: a tensor, its views and its in-place users share memory, so that one of them in another dtype would be
+a copy that misses the writes. ``written_classes`` finds them; a class without a write falls apart into ordinary ops.
+Who inserts casts keeps to two rules: a cast of a member is good until the next write to its class (its mutation epoch),
+and a member with ``meta["root_dtype"]`` (the root of a class that lives in another dtype than the root's kernel puts
+out) is cast right after it is made, and only the cast is used from then on::
+
+    %y: bfloat16 = linear(%x, %w)           # meta["root_dtype"] = float32
+    %y_f32: float32 = cast(%y, torch.float32)
+    %z: float32 = masked_fill_(%y_f32, %mask, -3.4e38)
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.canonical.autocast_regions import is_kept_region
 from fxprec.passes.context import Context
 from fxprec.passes.costs.op_costs import OpCosts
-from fxprec.passes.graph.annotations import CASTABLE, Rule, leaves, notes
+from fxprec.passes.graph.annotations import CASTABLE, NO_OP, UNKNOWN, Rule, leaves, notes
 from fxprec.passes.graph.subgraphs import bodies_in, body_of
 from fxprec.passes.graph.text import dtype_name
+from fxprec.passes.ops.aliases import shared_sources, written_memory
 from fxprec.passes.ops.names import cast_target
+from fxprec.passes.ops.spellings import VIEW_ATTRIBUTES
 from fxprec.passes.ops.table import facts_of
-from fxprec.passes.placement.pins import picks_by_tensor, written_classes
 from fxprec.passes.placement.sites import (
     Learned,
     Site,
+    assumed_original,
     carries_float,
     dtype_reference,
     is_metadata,
@@ -117,7 +130,7 @@ class Walk:
         context: settings of the conversion.
         steps: one for each node, and some more for the bodies of higher-order ops.
         graphs: the graphs in the order in which they were entered, callers first.
-        classes: memory that is written in place: member -> root (``pins.written_classes``).
+        classes: memory that is written in place: member -> root (``written_classes``).
         operands: placeholder of a called body -> what it is given.
         floats: values that get a dtype.
     """
@@ -291,3 +304,35 @@ def _bind_operands(node: Node) -> dict[Node, Node] | None:
     if len(inputs) != len(given):
         return None
     return {into: operand for into, operand in zip(inputs, given, strict=True) if isinstance(operand, Node)}
+
+
+def written_classes(graph: Graph) -> dict[Node, Node]:
+    """Member -> root of every class of nodes that share memory which is written in place."""
+    roots, written = written_memory(graph, _shares_memory_of)
+    return {node: root for node, root in roots.items() if root in written}
+
+
+def _shares_memory_of(node: Node) -> Iterator[Node]:
+    """Yield what ``aliases.shared_sources`` yields, without what converts or copies."""
+    op = notes(node).op
+    if op is not NO_OP and not op.in_place:
+        if op.name == "to":  # a cast to the dtype that the tensor has already gives the tensor itself
+            target = cast_target(node)
+            if target is not None and target != assumed_original(notes(node.all_input_nodes[0]).dtype):
+                return
+        if op.name == "getattr" and node.args[1] not in VIEW_ATTRIBUTES | {"real"}:
+            return
+        if op.name == "getitem" and picks_by_tensor(node.args[1]):
+            return
+    yield from shared_sources(node)
+
+
+def picks_by_tensor(index: object, unknown: bool = False) -> bool:
+    """Return whether indexing copies: by a list or a tensor (``unknown``: or what may be one), or with one."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, list) or (isinstance(part, Node) and _is_tensor(part, unknown)) for part in parts)
+
+
+def _is_tensor(node: Node, unknown: bool) -> bool:
+    dtype = notes(node).dtype
+    return isinstance(dtype, torch.dtype) or (unknown and dtype is UNKNOWN)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fxprec.passes.graph.annotations import Arrival, Rule, graph_notes
-from fxprec.passes.placement.pins import written_classes
+from fxprec.passes.placement.walk import written_classes
 from fxprec.passes.policy.policy import Policy
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
