@@ -186,14 +186,14 @@ def compiled(macros: tuple[str, ...]) -> Callable[[Lists], None]:
 def _run(function: Callable[..., None], lists: Lists) -> None:
     sizes = [*map(Tensor.numel, lists["params"])]
     before = accumulate((-(-size // _CHUNK) for size in sizes), initial=0)
-    addresses = [map(_address, lists[name]) if name in lists else repeat(0) for name in _NAMES]
+    # All parameters of a loop have a shadow, or none has: its dtype is part of the source.
+    there = [(lists.get(name) or [None])[0] is not None for name in _NAMES]
+    addresses = [
+        map(Tensor.data_ptr, lists[name]) if has else repeat(0) for name, has in zip(_NAMES, there, strict=True)
+    ]
     # ``before`` has one number more: ``sizes`` ends the zip.
     numbers = [*chain.from_iterable(zip(*addresses, sizes, before, strict=False))]
     function((ctypes.c_int64 * len(numbers))(*numbers), len(sizes), torch.get_num_threads())
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _check(tensors: Mapping[str, Sequence[Tensor]]) -> None:

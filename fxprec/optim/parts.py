@@ -216,8 +216,10 @@ def _split(
     """Group positions by (device, parameters' dtype, gradients' dtype for our kernels, kernel)."""
     params, grads = lists["params"], lists["grads"]
     places = [*map(_place, params)]
-    # The usual case on a CPU, without a check of each of hundreds of tensors.
-    if not compiled and len({*places}) == 1 and not can_launch(places[0][0]):
+    # Few devices and dtypes, hundreds of tensors: what depends on the former alone is asked once.
+    distinct = {*places}
+    served = {device for device, _ in distinct if can_launch(device)}
+    if not served and not compiled and len(distinct) == 1:  # the usual case on a CPU, without a check of each tensor
         return {(*places[0], None, "torch"): range(len(params))}
     # All states of a parameter but its step have one dtype: one of them tells it.
     states = next((tensors for name, tensors in lists.items() if name not in ("params", "grads", "step")), None)
@@ -225,6 +227,10 @@ def _split(
     # Gradients' dtypes matter to our kernels, which are compiled for one; torch's get gradients that were cast.
     split: dict[tuple[torch.device, torch.dtype, torch.dtype | None, Kernel], list[int]] = {}
     for i, (device, dtype) in enumerate(places):
-        kernel, _ = kernel_for(params[i], grads[i], state_dtypes[i], compiled, stochastic)
+        kernel: Kernel = "torch"
+        if device in served and why_not(params[i], grads[i], state_dtypes[i], stochastic) is None:
+            kernel = "triton"
+        elif compiled and why_no_loop(params[i], grads[i]) is None:
+            kernel = "compiled"
         split.setdefault((device, dtype, grads[i].dtype if kernel == "triton" else None, kernel), []).append(i)
     return split
