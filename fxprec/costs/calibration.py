@@ -73,8 +73,8 @@ def loop_cases(low: bool) -> dict[Work, tuple[Case, ...]]:
     if why_not() or not low:
         return {}
     sized: dict[Work, Function] = {
-        Work.KERNEL: _plain, Work.KERNEL_EXP: _silu, Work.KERNEL_TANH: _tanh, Work.KERNEL_ERF: _gelu,
-        Work.KERNEL_NORM: _norm, Work.LOOP: as_loop(_plain),
+        Work.KERNEL: _plain, Work.KERNEL_EXP: lambda x, _: F.silu(x), Work.KERNEL_TANH: lambda x, _: torch.tanh(x),
+        Work.KERNEL_ERF: lambda x, _: F.gelu(x), Work.KERNEL_NORM: _norm, Work.LOOP: as_loop(_plain),
         **{STEPPED[step]: as_loop(function) for step, function in _STEPPED.items()},
     }  # fmt: skip
     trained: dict[Work, Function] = {Work.KERNEL_TRAINED: _plain, Work.KERNEL_NORM_TRAINED: _norm}
@@ -123,6 +123,7 @@ def as_loop(function: Function, inputs: int = 2) -> FusedRegion:
     out: Any = function(*[Proxy(graph.placeholder(f"x{number}"), tracer) for number in range(inputs)])
     graph.output((out.node,))
     for node in graph.nodes:
+        # A region asks each node for its op, which a pass of the pipeline would have noted.
         if node.op in ("call_function", "call_method"):
             node.meta["op"] = canonical_op(node)
     return FusedRegion("loop", GraphModule({}, graph), 0, 0, "loops")
@@ -133,18 +134,6 @@ def as_loop(function: Function, inputs: int = 2) -> FusedRegion:
 
 def _plain(x: Tensor, y: Tensor) -> Tensor:
     return x * y
-
-
-def _silu(x: Tensor, _: Tensor) -> Tensor:
-    return F.silu(x)
-
-
-def _tanh(x: Tensor, _: Tensor) -> Tensor:
-    return torch.tanh(x)
-
-
-def _gelu(x: Tensor, _: Tensor) -> Tensor:
-    return F.gelu(x)
 
 
 def _norm(x: Tensor, y: Tensor) -> Tensor:
@@ -307,6 +296,7 @@ def _seconds(run: Run) -> float:
 
 def _cuda_seconds(run: Run) -> float:
     """Time a call among many: its launch, or what the device takes where that is longer."""
+    # Work of before must be done when the clock starts, and this work when it stops.
     torch.cuda.synchronize()
     start, calls = time.perf_counter(), 0
     while calls < 20 or (time.perf_counter() - start < 1e-3 and calls < 500):
@@ -357,10 +347,9 @@ def _ways_of_attention(device: torch.device) -> list[tuple[Work, tuple[Case, ...
         if not why_not():
             ways["compiled"] = compiled_attention
     return [
-        (work, tuple(_attention(*sizes, backward=work is works[1], attend=attend) for sizes in _HEADS))
+        (work, tuple(_attention(*sizes, backward=work is ATTENTION_WAYS[way][1], attend=attend) for sizes in _HEADS))
         for way, attend in ways.items()
-        for works in (ATTENTION_WAYS[way],)
-        for work in works
+        for work in ATTENTION_WAYS[way]
     ]
 
 

@@ -101,6 +101,7 @@ def _cpu(threads: int, units: BFloat16Units) -> dict[torch.dtype, dict[Work, Cur
         curves[torch.bfloat16] |= {work: full[work].faster(_EMULATED) for work in _PRODUCTS}
         for work in _OTHER_WAYS:  # how these compare with torch's kernel there, nobody knows
             curves[torch.bfloat16].pop(work, None)
+    # Only one and two threads were measured; each further one adds a little less than a whole.
     factor = 1 + _THREAD * (threads / base - 1)
     return {dtype: {work: curve.faster(factor) for work, curve in of.items()} for dtype, of in curves.items()}
 
@@ -168,6 +169,7 @@ def path_of(device: str) -> Path:
 
     The folder is ``$FXPREC_CACHE_DIR``, else ``$XDG_CACHE_HOME/fxprec``, else ``~/.cache/fxprec``.
     """
+    # Threads are in the name: a CPU with another number of them is another machine.
     threads = f"-{torch.get_num_threads()}-threads" if device == "cpu" else ""
     name = re.sub(r"\W+", "-", processor_name(device)).strip("-").lower()
     return cache_folder() / f"costs-{device}-{name}{threads}.json"
@@ -207,6 +209,7 @@ def write(costs: DeviceCosts, path: Path) -> None:
 def _text(costs: DeviceCosts) -> str:
     """Write JSON, a curve a line."""
     data = json.dumps(costs.to_dict(), indent=1)
+    # Indented JSON puts each number on a line: a diff of two machines is read by curves.
     return re.sub(r"\[[\s\d.,e+\-\[\]]+\]", lambda found: found[0].translate(_NO_SPACE).replace(",", ", "), data) + "\n"
 
 

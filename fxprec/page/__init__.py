@@ -24,7 +24,7 @@ _TEXTS: Final = (
 
 
 def render(report: Mapping[str, Any], lines: Sequence[tuple[str, str]], other: Mapping[str, Any] | None = None) -> str:
-    """Read the text of a file of the page.
+    """Return the text of the page as one file.
 
     Args:
         report: ``Report.to_dict()``; its rows may have what ``add_measured`` gives them.
@@ -55,7 +55,7 @@ def render(report: Mapping[str, Any], lines: Sequence[tuple[str, str]], other: M
 
 
 def framed(page: str) -> str:
-    """For a notebook: a frame of its own, whose styles and scripts touch nothing else."""
+    """Return a page for a notebook, in a frame of its own, whose styles and scripts touch nothing else."""
     return (
         f'<iframe srcdoc="{html.escape(page)}" sandbox="allow-scripts" title="fxprec report" '
         'style="width: 100%; height: 640px; border: 0"></iframe>'
@@ -84,6 +84,7 @@ def _nodes(report: Mapping[str, Any], strings: dict[str, int]) -> list[list[Any]
                 reads.append(places[name] if name in places else -1 - number_of(name))
             why, named = _reason(row["why"], places)
             texts = [number_of(why if field == "why" else row[field]) for field in _TEXTS]
+            # More digits than anybody reads would only make the file larger.
             errors = [(number_of(label), float(f"{share:.4g}")) for label, share in row.get("errors", ())]
             spans = [(number_of(label), number_of(dtype), *more) for label, dtype, more in row.get("ranges", ())]
             about = (number, row["bytes"], _nanoseconds(row), reads, *([errors, spans] if errors or spans else []))

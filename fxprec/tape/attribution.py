@@ -85,6 +85,7 @@ def node_by_node(model: nn.Module, look: Look, begin: Begin, opened: bool = Fals
     kept = [program.function for program in programs]
     for graph, program in enumerate(programs):
         run = without_autocast(_in_steps(program, graph, look, begin, opened), conversion.settings.device)
+        # A program is frozen for everybody else; the calls of other threads must go on with its own function.
         object.__setattr__(program, "function", _in_this_thread(run, program.function))
     try:
         yield
@@ -135,6 +136,7 @@ class NodeByNode(Interpreter):
         region = self.fetch_attr(target)
         if not (self._opened and isinstance(region, FusedRegion)):
             return super().call_module(target, args, kwargs)
+        # The region's own graph, with the names that its nodes would have without fusion.
         gm = region.graph_module
         reads = len(gm.graph.find_nodes(op="placeholder"))  # a last argument is seeds, for the kernel
         results = NodeByNode(gm, self._look, self._graph, self._prefix).run(*args[:reads])
@@ -224,6 +226,7 @@ def written_by(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Return the ids of the tensors that a call writes to."""
     # torch's schema does not mark running statistics as written, and they are.
     unsaid = _UNSAID.get(function.name().partition(".")[0], ())
+    # Batch norm's schema does not say that it writes its running statistics.
     found: list[Any] = [args[position] for position in unsaid if len(args) > position]
     for position, argument in enumerate(schema_of(function).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

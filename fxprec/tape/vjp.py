@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from fxprec.tape.exact_ops import EXACT
 from fxprec.tape.memory import Memory, TensorPlace, difference
-from fxprec.tape.operation import Operation
+from fxprec.tape.operation import Operation, Read
 from fxprec.torch_internals import tree_unflatten
 
 _aten = torch.ops.aten
@@ -110,42 +111,23 @@ def pull(
         drawn: what the op drew in the run.
         made: storages that may have an error: places in others get nothing.
     """
-    reads = dict.fromkeys(
-        leaf for leaf in operation.leaves if isinstance(leaf, TensorPlace) and leaf.is_float and leaf.storage in made
-    )
+    places = [leaf for leaf in operation.leaves if isinstance(leaf, TensorPlace) and leaf.is_float]
+    reads = tuple(dict.fromkeys(place for place in places if place.storage in made))
+    one = _OpPart(operation, inputs, results, drawn, reads)
     # The cheapest form that holds is tried first: identity, linear, product, then the midpoint in general.
     if operation.keeps_values:
-        place = operation.leaves[0]
-        low, result = inputs.low(place), results[0]
-        gradients = [(place, result.weight.to(low.device))] if place in reads else []
-        return _told(inputs, results, {0: low.to(result.low.device)}, gradients)  # a cast may go to another device
+        return one.of_copy()
     if not operation.why_inexact:
-        if _is_linear(operation, [*reads]):
+        if one.is_linear:
             with contextlib.suppress(RuntimeError, NotImplementedError):
-                return _of_linear(operation, inputs, results, drawn, reads)
+                return one.of_linear()
         if operation.name in _PRODUCTS and [*results] == [0]:
-            return _of_product(operation, inputs, results[0], reads)
-    return _at_midpoint(operation, inputs, results, drawn, reads)
+            return one.of_product()
+    return one.at_midpoint()
 
 
 def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     return tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)
-
-
-def _told(
-    inputs: Inputs,
-    results: Mapping[int, OpResult],
-    local: Mapping[int, Tensor],
-    gradients: list[tuple[TensorPlace, Tensor]],
-) -> Pulled:
-    """Return the part of an op, given ``local``: number of a result -> f(low inputs)."""
-    rounding = lost = size = 0.0
-    for number, (weight, low, _) in results.items():
-        own = difference(low, local[number])
-        rounding += inner(weight, own)
-        lost += inner(own, own)
-        size += _size(local[number])
-    return Pulled(rounding, _added(inputs, results, gradients) - rounding, lost, size, gradients)
 
 
 def _size(values: Tensor) -> float:
@@ -162,14 +144,8 @@ def _finite(values: Tensor) -> Tensor:
     return values if bool(values.sum().isfinite()) else torch.where(values.isfinite(), values, 0.0)
 
 
-def _added(inputs: Inputs, results: Mapping[int, OpResult], gradients: list[tuple[TensorPlace, Tensor]]) -> float:
-    """Return what an op adds to the error of the target: that of its results, less that of what it reads."""
-    behind = sum(inner(weight, error) for weight, _, error in results.values())
-    return behind - sum(inner(gradient, inputs.error(place)) for place, gradient in gradients)
-
-
 def inner(weight: Tensor, value: Tensor) -> float:
-    """<weight, value>; where one of both is 0 nothing counts, whatever the other is.
+    """Return <weight, value>; where one of both is 0 nothing counts, whatever the other is.
 
     Memory that nobody had written has no weight; a row that is masked everywhere has no error, and an adjoint of nan.
     """
@@ -201,25 +177,6 @@ _LINEAR: Final = frozenset({
 })  # fmt: skip
 #: Linear in the first of their arguments.
 _SCALINGS: Final = frozenset({"aten::div", "aten::div_", "aten::mul", "aten::mul_"})
-
-
-def _is_linear(operation: Operation, reads: Sequence[TensorPlace]) -> bool:
-    scales = operation.name in _SCALINGS and len(reads) == 1 and operation.leaves.count(reads[0]) == 1
-    return operation.name in _LINEAR or (scales and operation.leaves[0] == reads[0])
-
-
-def _of_linear(
-    operation: Operation,
-    inputs: Inputs,
-    results: Mapping[int, OpResult],
-    drawn: Sequence[Tensor],
-    reads: Container[TensorPlace],
-) -> Pulled:
-    read = _Leaves(inputs.low, reads)
-    with torch.enable_grad():
-        found = operation.run(read, inputs.dtype, drawn)
-    local = {n: found[n].detach().to(result.weight.dtype) for n, result in results.items()}
-    return _told(inputs, results, local, read.gradients(found, results))
 
 
 # -- products ---------------------------------------------------------------------------------------------------------
@@ -257,25 +214,6 @@ _PRODUCTS: Final[dict[str, Callable[..., tuple[Tensor, ...]]]] = {
 #: What the local error of a product is estimated from: so many rows of a matrix, or images with so many pixels.
 _ROWS: Final = 64
 _PIXELS: Final = 16
-
-
-def _of_product(operation: Operation, inputs: Inputs, result: OpResult, reads: Container[TensorPlace]) -> Pulled:
-    args, kwargs = tree_unflatten(list(operation.leaves), operation.spec)
-    dtype = _dtype_of_products(operation.outputs[0].dtype, inputs.dtype)
-    values = [inputs.midpoint(value, dtype) if isinstance(value, TensorPlace) else value for value in args]
-    found = _PRODUCTS[operation.name](_in(dtype, result.weight), *values, **kwargs)
-    pairs = zip(args, found, strict=False)
-    gradients = [
-        (place, _finite(_in(inputs.dtype, g)))
-        for place, g in pairs
-        if isinstance(place, TensorPlace) and place in reads
-    ]
-    rounding = _added(inputs, {0: result}, gradients)
-    # The loss of the product itself is for show: some of its rows estimate it, at a part of its cost.
-    lost, size = _sampled(
-        operation, [inputs.low(x) if isinstance(x, TensorPlace) else x for x in args], kwargs, result.low
-    )
-    return Pulled(rounding, 0.0, lost, size, gradients)
 
 
 def _dtype_of_products(result: torch.dtype, reference: torch.dtype) -> torch.dtype:
@@ -327,6 +265,7 @@ class _Leaves:
         self._leaves: list[Tensor] = []
 
     def __call__(self, place: TensorPlace, written: bool) -> Tensor:
+        # Each reading is a leaf of its own: x * x has two, whose gradients add up in the adjoint of x.
         value = self._value(place).detach()
         if not place.is_float:
             return value.clone() if written else value
@@ -338,6 +277,7 @@ class _Leaves:
 
     def gradients(self, found: Sequence[Any], results: Mapping[int, OpResult]) -> list[tuple[TensorPlace, Tensor]]:
         """Return J^T m; ``found``: what the op gave of these leaves."""
+        # Results that do not depend on what has an error have no gradient, and torch would raise.
         through = [n for n in results if found[n].requires_grad]
         if not through or not self._leaves:
             return []
@@ -347,83 +287,135 @@ class _Leaves:
         return [(place, _finite(gradient.to(leaf.dtype))) for place, leaf, gradient in pairs if gradient is not None]
 
 
-def _at_midpoint(
-    operation: Operation,
-    inputs: Inputs,
-    results: Mapping[int, OpResult],
-    drawn: Sequence[Tensor],
-    reads: Mapping[TensorPlace, None],
-) -> Pulled:
-    with torch.no_grad():
-        found = operation.run(
-            lambda place, written: inputs.low(place).clone() if written else inputs.low(place), inputs.dtype, drawn
-        )
-    local = {n: found[n].to(result.weight.dtype) for n, result in results.items()}
-    pulled = _told(inputs, results, local, _pulled_at_midpoint(operation, inputs, results, drawn, reads))
-    gained = sum(inner(weight, error) for weight, _, error in results.values())
-    if abs(pulled.bend) <= _NOTABLE * abs(gained):
-        # A large bend may be due to an input in which torch has no derivative: then it is named.
-        return pulled
-    known = [place for place, _ in pulled.gradients]
-    unknown = [place for place in reads if place not in known]
-    return pulled._replace(lacking=_lacking(operation, inputs, results, drawn, local, unknown))
-
-
 #: Of what an op adds to the target's error: bends of less are not looked into.
 _NOTABLE: Final = 2**-6
 #: What norms call statistics of their input.
 _STATISTICS: Final = ("mean", "rstd", "spread", "statistics", "save_mean", "save_var", "save_invstd")
 
 
-def _lacking(
-    operation: Operation,
-    inputs: Inputs,
-    results: Mapping[int, OpResult],
-    drawn: Sequence[Tensor],
-    local: Mapping[int, Tensor],
-    unknown: Sequence[TensorPlace],
-) -> dict[str, float]:
-    """Return, for places without a derivative, argument -> what the reference's value there would change."""
-    found: dict[str, float] = {}
-    for own in unknown:
-        name = operation.argument(own)
-        if not bool(inputs.error(own).any()) or ("norm" in operation.name and name in _STATISTICS):
-            continue
+@dataclass(frozen=True, slots=True, eq=False)
+class _OpPart:
+    """Part of one op in the error of the target; see ``pull``. ``reads``: its places that may have an error."""
 
-        def read(place: TensorPlace, written: bool, own: TensorPlace = own) -> Tensor:
-            value = inputs.low(place)
-            return value - inputs.error(place) if place == own else value.clone() if written else value
+    operation: Operation
+    inputs: Inputs
+    results: Mapping[int, OpResult]
+    drawn: Sequence[Tensor]
+    reads: tuple[TensorPlace, ...]
 
-        with torch.no_grad():
-            other = operation.run(read, inputs.dtype, drawn)
-        changes = [inner(each.weight, difference(local[n], other[n])) for n, each in results.items()]
-        if any(changes):
-            found[name] = found.get(name, 0.0) + sum(changes)
-    return found
+    def of_copy(self) -> Pulled:
+        """Return the part of a cast, whose J is the identity; it may go to another device."""
+        place, result = self.operation.leaves[0], self.results[0]
+        low = self.inputs.low(place)
+        gradients = [(place, result.weight.to(low.device))] if place in self.reads else []
+        return self._told({0: low.to(result.low.device)}, gradients)
 
+    @property
+    def is_linear(self) -> bool:
+        """Flag of ops that are linear in all that has an error."""
+        name, leaves, reads = self.operation.name, self.operation.leaves, self.reads
+        # ``x * x`` is no scaling: x must be read once, and as what is scaled.
+        scales = name in _SCALINGS and len(reads) == 1 and leaves[0] == reads[0] and leaves.count(reads[0]) == 1
+        return name in _LINEAR or scales
 
-def _pulled_at_midpoint(
-    operation: Operation,
-    inputs: Inputs,
-    results: Mapping[int, OpResult],
-    drawn: Sequence[Tensor],
-    reads: Container[TensorPlace],
-) -> list[tuple[TensorPlace, Tensor]]:
-    def value(place: TensorPlace) -> Tensor:
-        return inputs.midpoint(place, inputs.dtype) if place.is_float else inputs.low(place)
-
-    def gradients(decomposed: bool, only: Container[int] | None) -> list[tuple[TensorPlace, Tensor]]:
-        read = _Leaves(value, reads, only)
+    def of_linear(self) -> Pulled:
+        """Return the part of a linear op, of one run at low inputs."""
+        read = _Leaves(self.inputs.low, self.reads)
         with torch.enable_grad():
-            found = operation.run(read, inputs.dtype, drawn, decomposed)
-        return read.gradients(found, results)
+            found = self._run(read)
+        return self._told(self._local(found), read.gradients(found, self.results))
 
-    for decomposed in (False, True):
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            return gradients(decomposed, None)
-    # Where one input has no derivative torch refuses all: each is tried alone.
-    found: list[tuple[TensorPlace, Tensor]] = []
-    for number in range(sum(isinstance(leaf, TensorPlace) and leaf.is_float for leaf in operation.leaves)):
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            found += gradients(False, {number})
-    return found
+    def of_product(self) -> Pulled:
+        """Return the part of a product, by the formulas of its derivatives."""
+        operation, inputs, result = self.operation, self.inputs, self.results[0]
+        args, kwargs = tree_unflatten(list(operation.leaves), operation.spec)
+        dtype = _dtype_of_products(operation.outputs[0].dtype, inputs.dtype)
+        values = [inputs.midpoint(value, dtype) if isinstance(value, TensorPlace) else value for value in args]
+        found = _PRODUCTS[operation.name](_in(dtype, result.weight), *values, **kwargs)
+        gradients = [
+            (place, _finite(_in(inputs.dtype, gradient)))
+            for place, gradient in zip(args, found, strict=False)
+            if isinstance(place, TensorPlace) and place in self.reads
+        ]
+        # The loss of the product itself is for show: some of its rows estimate it, at a part of its cost.
+        low = [inputs.low(value) if isinstance(value, TensorPlace) else value for value in args]
+        lost, size = _sampled(operation, low, kwargs, result.low)
+        return Pulled(self._added(gradients), 0.0, lost, size, gradients)
+
+    def at_midpoint(self) -> Pulled:
+        """Return the part of any op, with J at the midpoint of run and reference."""
+        with torch.no_grad():
+            local = self._local(self._run(self._low))
+        pulled = self._told(local, self._gradients_at_midpoint())
+        if abs(pulled.bend) <= _NOTABLE * abs(self._gained()):
+            return pulled
+        # A large bend may be due to an input in which torch has no derivative: then it is named.
+        return pulled._replace(lacking=self._lacking(local, {place for place, _ in pulled.gradients}))
+
+    def _gradients_at_midpoint(self) -> list[tuple[TensorPlace, Tensor]]:
+        inputs = self.inputs
+
+        def value(place: TensorPlace) -> Tensor:
+            return inputs.midpoint(place, inputs.dtype) if place.is_float else inputs.low(place)
+
+        def gradients(decomposed: bool, only: Container[int] | None) -> list[tuple[TensorPlace, Tensor]]:
+            read = _Leaves(value, self.reads, only)
+            with torch.enable_grad():
+                found = self._run(read, decomposed)
+            return read.gradients(found, self.results)
+
+        for decomposed in (False, True):
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                return gradients(decomposed, None)
+        # Where one input has no derivative torch refuses all: each is tried alone.
+        found: list[tuple[TensorPlace, Tensor]] = []
+        for number in range(sum(isinstance(leaf, TensorPlace) and leaf.is_float for leaf in self.operation.leaves)):
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                found += gradients(False, {number})
+        return found
+
+    def _lacking(self, local: Mapping[int, Tensor], known: Container[TensorPlace]) -> dict[str, float]:
+        """Return, for places without a derivative, argument -> what the reference's value there would change."""
+        inputs, found = self.inputs, dict[str, float]()
+        for own in (place for place in self.reads if place not in known):
+            name = self.operation.argument(own)
+            if not bool(inputs.error(own).any()) or ("norm" in self.operation.name and name in _STATISTICS):
+                continue
+
+            def read(place: TensorPlace, written: bool, own: TensorPlace = own) -> Tensor:
+                return inputs.low(place) - inputs.error(place) if place == own else self._low(place, written)
+
+            with torch.no_grad():
+                other = self._run(read)
+            changes = [inner(each.weight, difference(local[n], other[n])) for n, each in self.results.items()]
+            if any(changes):
+                found[name] = found.get(name, 0.0) + sum(changes)
+        return found
+
+    def _run(self, read: Read, decomposed: bool = False) -> list[Any]:
+        return self.operation.run(read, self.inputs.dtype, self.drawn, decomposed)
+
+    def _low(self, place: TensorPlace, written: bool) -> Tensor:
+        return self.inputs.low(place).clone() if written else self.inputs.low(place)
+
+    def _local(self, found: Sequence[Any]) -> dict[int, Tensor]:
+        """Return number of a result -> f(low inputs), as a run there gave it."""
+        return {number: found[number].detach().to(result.weight.dtype) for number, result in self.results.items()}
+
+    def _told(self, local: Mapping[int, Tensor], gradients: list[tuple[TensorPlace, Tensor]]) -> Pulled:
+        """Split what the op adds: what it lost at its low inputs is rounding, and the rest is bend."""
+        rounding = lost = size = 0.0
+        for number, (weight, low, _) in self.results.items():
+            own = difference(low, local[number])
+            rounding += inner(weight, own)
+            lost += inner(own, own)
+            size += _size(local[number])
+        return Pulled(rounding, self._added(gradients) - rounding, lost, size, gradients)
+
+    def _gained(self) -> float:
+        """Return the part of the op's results in the error of the target."""
+        return sum(inner(weight, error) for weight, _, error in self.results.values())
+
+    def _added(self, gradients: list[tuple[TensorPlace, Tensor]]) -> float:
+        """Return what the op adds to the error of the target: that of its results, less that of what it reads."""
+        return self._gained() - sum(inner(gradient, self.inputs.error(place)) for place, gradient in gradients)

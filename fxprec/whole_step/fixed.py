@@ -159,6 +159,7 @@ def _state_of(optimizer: Optimizer) -> list[Any]:
 
 
 def _comparable(value: Any) -> Any:
+    # Comparing a tensor's values would wait for the device: another tensor is a change, whatever it holds.
     if isinstance(value, tuple | list):
         return tuple(map(_comparable, value))
     return id(value) if isinstance(value, Tensor) else value
@@ -256,6 +257,7 @@ class ShadowLinks:
         own = {id(store) for store in iteration.stores()}
         parameters = iteration.parameters
         self._links: list[_Link] = []
+        # All stores of the process, not only this model's: another conversion may have low copies of the same weights.
         for store in stores():
             pairs = [(p, shadow) for p in parameters if (shadow := store.shadow_of(p)) is not None]
             if pairs:
@@ -282,5 +284,6 @@ class ShadowLinks:
             if not self._writes or id(store) not in self._known:
                 store.note_stepping(parameters_of(self._optimizer))
         if self._writes:
+            # A backward that is pending would else read shadows that the replay has overwritten, and not notice.
             for link in self._links:
                 torch.autograd.graph.increment_version(link.shadows)
