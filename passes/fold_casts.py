@@ -97,7 +97,7 @@ def _fold(gm: GraphModule, context: Context) -> int:
 
 
 def _looks_again(node: Node, looked: dict[Node, torch.dtype]) -> bool:
-    """Fold a cast that looks at a value which is of its dtype, or none that it would touch.
+    """Remove a cast that looks at run time, if its input has its dtype already, or is nothing that it would cast.
 
     ``looked``: value -> the dtype that it has if it is one of FP32, FP16 and BF16; gets the node's.
     """

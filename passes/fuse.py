@@ -63,7 +63,8 @@ def fuse(gm: GraphModule, context: Context) -> PassResult:
     graph, triton, loops = gm.graph, context.regions == "triton", context.regions == "loops"
     if not context.regions:
         return PassResult(gm, False)
-    # A region computes what is returned with a gradient from what is returned, or not at all.
+    # A reader of a value that is returned with a gradient stays out of that value's region: between two results of one
+    # kernel there is no path of gradients.
     returned = exposed_with_gradient(graph, context.gradients) if triton or loops else ()
     splits = split_biases(graph) if triton else []
     order = order_of_effects(graph)

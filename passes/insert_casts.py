@@ -248,7 +248,10 @@ class _CastInserter:
             self.depth[node] = len(self.transforms)
 
     def place(self, source: Node, reader: Node) -> Node:
-        """Return before what a cast comes: outside of transforms without its value, which wrap what they make."""
+        """Return the node to put a cast before: the reader, or the call that enters a transform the value is not in.
+
+        A transform of ``torch.func`` wraps what is made inside of it, also a cast of a value from outside.
+        """
         depth = self.depth.get(source, 0)
         return self.transforms[depth] if depth < len(self.transforms) else reader
 
@@ -287,8 +290,10 @@ class _CastInserter:
             function = cast_saturating
         made = self.made.setdefault(self.roots[source], {})
         recorded, behind = self.recorded[reader], self.last_write.get(self.roots[source], source)
+        # A reader under no_grad that only hands the tensor on (output, contiguous) must not end its gradient: its cast
+        # stands right behind the value, where autograd records.
         early = not recorded and self.recorded[behind] and (reader.op == "output" or may_give_itself(reader))
-        recorded = recorded or early  # what hands on the very tensor ends no gradient
+        recorded = recorded or early
         # A cast made under no_grad ends the gradient: a recorded reader shares recorded ones alone.
         with_gradient = (source, wanted, function, True)
         key = with_gradient if with_gradient in made else (source, wanted, function, recorded)

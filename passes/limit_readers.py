@@ -1,8 +1,8 @@
-"""Let at most four readers share a low copy of what torch.autocast has in FP32, whose gradient it adds up in FP32.
+"""Let at most four readers share a low copy of a value that is FP32 under torch.autocast.
 
-Autograd adds up what the readers of a tensor give back in its dtype. Under autocast each product casts for itself, and
-the sum is FP32; of one low copy with a hundred readers (experts or heads on one norm, blocks on one embedding of time,
-a weight made once for all steps of a loop) it would lose what the later ones add.
+Autograd adds up the gradients of all readers of a tensor in the tensor's dtype. Under autocast each product casts for
+itself, and the sum is FP32; of one low copy with a hundred readers (experts or heads on one norm, blocks on one
+embedding of time, a weight made once for all steps of a loop) the sum would lose what the later ones add.
 
 Before (each ``linear`` with a weight of its own)::
 
@@ -25,9 +25,10 @@ What no cast made, but an op that runs low (a silu, a transposed weight), goes t
     %silu_f32_bf16: bfloat16 = cast(%silu_f32, torch.bfloat16)
     %linear_4: bfloat16 = linear(%silu_f32_bf16, %w_4_bf16)
 
-Left alone are values that autocast has low as well, memory that the graph writes to, and readers that look at a part,
-mostly each at another. Of the copy of a weight only views count (``w.t()`` at each step of a loop): autocast, too,
-casts a leaf itself once for all. Inputs are no leaves here: an earlier layer, or graph, may have made them.
+Left alone are values that autocast has low as well, memory that the graph writes to, and readers that take a view of a
+part of it, mostly each of another. Of the copy of a weight only views count (``w.t()`` at each step of a loop):
+autocast, too, casts a leaf itself once for all. Inputs are no leaves here: an earlier layer, or graph, may have made
+them.
 """
 
 from __future__ import annotations

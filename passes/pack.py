@@ -431,7 +431,10 @@ class _Packer:
                 origins[node] = origins[sources[0]]
 
     def _write_over(self) -> None:
-        """Write sums over what is added, where it is a convolution's that none but such calls read before."""
+        """Let a sum overwrite its other operand, where a packed convolution made that for packed convolutions alone.
+
+        All of these have run by then, this one included.
+        """
         convolutions = (packed_conv, packed_conv_plus)
         # What has run by the time that a node runs.
         gone: set[Node] = set()

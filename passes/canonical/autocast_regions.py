@@ -1,8 +1,8 @@
 """Resolves what the user's own ``with torch.autocast(...)`` means for the nodes within.
 
-A region that disables autocast, or one in the low dtype that we lower to, is marked and its borders go: the policy
-decides there as elsewhere, but for what is disabled. The values of the second have the dtypes that autocast gave them
-in the original program, and so have its results::
+Of a region that disables autocast the nodes are marked, and keep their original dtypes. In a region in the low dtype
+that we lower to, the policy decides as elsewhere; "original" is there what autocast gave a value, and its results have
+those dtypes. Of both the calls that enter and leave go::
 
     %_ = _enter_autocast(cpu, None, False, None)
     %c = mul(%b, %s)                          ->      %c = mul(%b, %s)             # meta["autocast"] = False

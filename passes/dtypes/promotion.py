@@ -1,7 +1,8 @@
 """Tell the dtype of a result from its inputs: by torch's type promotion, and by the other kinds the op table names.
 
-Pure functions of dtypes. A tensor operand is ``(dtype, is_zero_dim)``: a 0-dim tensor only counts by its category, like
-a Python number, where there is a dimensioned one; a one-element vector counts in full.
+It follows from the dtypes of the operands and from which of them are 0-dim. A tensor operand is (dtype, the node that
+makes it): a 0-dim tensor only counts by its category, like a Python number, where there is a dimensioned one; a
+one-element vector counts in full.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ On a CPU, before and after::
     %layer_norm: bfloat16 = layer_norm(%linear, (64,), %w, %b, 1e-05)      # that of fxprec.kernels.calls
 
 All are calls of ``fxprec.kernels.calls``, which decide at run time whether a kernel serves, and run torch's ops
-otherwise. Which of the first four are called goes by what fused regions run as: Triton's kernels; C++ loops, which take
-losses and max poolings; and where there are no regions only a loss whose logits were cast becomes a call, since of many
-logits it makes no FP32 copies.
+otherwise. Which of the norms, losses and poolings are called goes by what fused regions run as: all where they are
+Triton's kernels; losses and max poolings where they are C++ loops; and where there are no regions only a loss whose
+logits were cast, since of many logits it makes no FP32 copies.
 """
 
 from __future__ import annotations
@@ -101,9 +101,10 @@ class _Call:
 def _joined(
     match: Callable[[Node, dict[str, Any], Node, WholeGraph], _Call | None], casts_only: bool = False
 ) -> Callable[[Node, WholeGraph], _Call | str | None]:
-    """Make the check of an op: what all of them ask before ``match``, which gets the arguments and what they cast.
+    """Make the check of an op: the tests that all share, then ``match(node, arguments, source, around)``.
 
     Args:
+        match: ``source`` is the input before our cast, or the input itself.
         casts_only: only an op whose input is a cast of ours is a match.
     """
 

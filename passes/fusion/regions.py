@@ -144,7 +144,10 @@ def find_regions(
 
 
 def _sink(node: Node, region: dict[Node, Region]) -> None:
-    """Move a lone node into the one region that reads it, on which nothing depends that the node reads: it is lower."""
+    """Move a lone node into the only region that reads it.
+
+    That makes no cycle: what the node reads has a lower level than the region, and cannot depend on it.
+    """
     readers = {region.get(user): None for user in node.users}
     (reader,) = readers if len(readers) == 1 else (None,)
     if reader is None:

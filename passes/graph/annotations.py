@@ -146,7 +146,8 @@ class Annotations:
     has_dimensions: Annotated[bool, "propagate"] = False
     #: What the node reads, computes and puts out, and why.
     precision: Annotated[Precision, "decide"] = UNDECIDED
-    #: Of memory that is written later, or a lookup's result, that lives in another dtype than its kernel puts out.
+    #: The dtype to cast the value to right behind its op: of memory that is written later, or of a lookup, where all
+    #: who read and write it want another dtype than the kernel puts out.
     root_dtype: Annotated[torch.dtype | None, "decide", "insert_casts"] = None
     #: Whether the call, which names the dtype of another tensor, is to name FP32.
     names_fp32: Annotated[bool, "decide"] = False

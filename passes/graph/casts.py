@@ -22,8 +22,8 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def cast_if_float(x: object, dtype: torch.dtype) -> object:
     """``cast`` for what nobody could know without inputs: what is no FP32, FP16 or BF16 tensor passes untouched.
 
-    So does one of that dtype, without a call: ``to`` gives a new tensor for one of a ``torch.func`` transform that
-    ended, of which the gradient is asked.
+    A tensor of that dtype is returned without a call of ``to``, which gives another object for a tensor that is left
+    over from a finished transform of ``torch.func``; the user asks for the gradient of this one.
     """
     return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in CASTABLE and x.dtype != dtype else x
 

@@ -32,7 +32,8 @@ def grad_mode_at_nodes(graph: Graph, at_first: bool) -> dict[Node, bool]:
             now = node.args[0] is not False
         elif node.target is enter_inference_mode:
             around.append(now)
-            now = now and node.args[0] is False
+            # inference_mode(False) turns gradients on, also within no_grad.
+            now = node.args[0] is False
         elif node.target is exit_inference_mode:
             now = around.pop()
         found[node] = now

@@ -54,7 +54,7 @@ class WholeGraph:
 
     @cached_property
     def returned(self) -> set[Node]:
-        """Values that are returned with a gradient: others read them as they are returned, never before a cast."""
+        """Values that are returned with a gradient: a rewrite goes on to read these, not what they were cast from."""
         return exposed_with_gradient(self.graph, self.context.gradients)
 
     @cached_property

@@ -40,8 +40,9 @@ def _apart(
 ) -> Any:
     """Call the op with its products apart from its state, or all in one dtype where one kernel does both."""
     if x.device.type == "cpu":
-        first = 1 if args and isinstance(args[0], torch.Tensor) and not args[0].is_floating_point() else 0  # of a batch
-        args = tuple(tree_map(lambda each: _in(each, state), a) if i == first else a for i, a in enumerate(args))
+        # Of packed sequences the sizes of the batch stand before the state.
+        state_at = 1 if args and isinstance(args[0], torch.Tensor) and not args[0].is_floating_point() else 0
+        args = tuple(tree_map(lambda each: _in(each, state), a) if i == state_at else a for i, a in enumerate(args))
         kwargs = {name: tree_map(lambda each: _in(each, state), a) if name == "hx" else a for name, a in kwargs.items()}
         with torch.autocast("cpu", x.dtype, cache_enabled=False):
             return op(x, *args, **kwargs)

@@ -77,10 +77,10 @@ class OpRule:
         mixed: device types on which the eager kernel reads a low data port, computes in FP32 inside with the other
             ports FP32, and writes low (free ports): {"cpu"} for layer_norm.
         dtype_keyword: the op takes ``dtype=`` and accumulates in it while reading low natively (sum, mean).
-        adds_up: device types on which its backward adds up gradients of one place in the dtype of its data, so that a
-            weight's stalls, or gives them to other places where its data are rounded: it reads FP32 there, and its
-            result is cast.
-        stalls: when it adds many values to one place in the dtype of its data, so that in low a sum stays at a few
+        adds_up: device types on which its *backward* sums gradients in the dtype of its data. In low such a sum stops
+            growing (of a weight that is read often), or gradients go to wrong places (of a maximum of rounded values):
+            there the op reads FP32, and its result is cast back.
+        stalls: when its *forward* sums many values in the dtype of its data, so that in low a sum stays at a few
             hundred: it is FP32 then.
         lookup: its first data are a table, whatever made it.
         pads: its ``mode`` says whether it repeats values, and so adds up at all.
@@ -162,11 +162,11 @@ class OpRule:
         exponential: it raises to the power of its argument.
         saturates: its results come so close to 1 (or -1) that low precision makes them that number.
         poles: ports at which such a number, or 1 minus it, meets a pole or an endless slope.
-        accumulates: of many values it gives their sum, mean or product, and nothing else.
+        accumulates: its result is the sum, mean or product of many values, and nothing else.
         example: its first argument is an example of a shape and a dtype, whose values it does not read.
         counts: of constants it makes values that count: positions, running totals.
         periodic: its argument is an angle: bounded, and other where the argument is rounded.
-        sums: it sums many values.
+        sums: it sums many values, whatever else it does (a norm, a softmax).
         guard: the call as one would write it where its arguments x (and y) are at a pole or out of range, in Python,
             and why in a comment. ``fxprec.numerics.locate`` gives it where no precision cures.
 

@@ -209,7 +209,8 @@ class Constraints:
         if step.floats:
             self._assign(node, assumed_original(notes(node).dtype), source=not notes(node).handed_over)
         self._decide(node, step.rule, step.why)
-        # Where prices say whether an input is worth its cast, it does not count as low before.
+        # At O2 an input counts as low though it arrives wider. Not with prices: there the cut decides whether its cast
+        # pays.
         free = step.kind is Kind.INPUT and self.verdict.costs is None and node not in self.classes
         if free and node in variables.does_not_widen:
             variables.arrives[node], variables.value[node] = variables.value[node], LOW
@@ -475,15 +476,16 @@ class Constraints:
     def _assign_named(self, site: Site, source: bool = False) -> None:
         """Assign the dtype that a call names, or FP32 where somebody needs digits that the original program has.
 
-        Of a tensor that it names (``dtype=x.dtype``) it is that which arrives; but bits are taken for numbers of the
-        dtype that the tensor has in the original program.
+        A call that names a tensor's dtype (``dtype=x.dtype``) gets the dtype in which that tensor arrives; but where it
+        looks at bits, the one that the tensor has in the original program.
         """
         node, reference, info = site.node, dtype_reference(site.node), notes(site.node).dtype
         why = COUNTS if self.origins.is_exact(node) else self._saturated.get(node)
         if why is None and self._cast_as.get(self.classes.get(node, node), {reference}) != {reference}:
             why = "a cast gives this very tensor, whose memory is written"
-        is_source = self.classes.get(node, node) is not node  # x.type_as(y) is x itself where both are FP32
-        if is_source:
+        # x.type_as(y) is x itself where both are FP32.
+        may_be_its_input = self.classes.get(node, node) is not node
+        if may_be_its_input:
             why = why or "it is the tensor that it casts, whose memory is written"
         named = notes(node).names_tensors_dtype or reference is not None
         arriving = self.variables.arriving(reference) if reference is not None and self.has(reference) else None
@@ -492,8 +494,9 @@ class Constraints:
             self._assign(node, torch.float32)
             if arriving != FP32:
                 self.variables.does_not_widen.add(node)  # it widens nobody whom that dtype would not
-        elif is_source and info is UNKNOWN:
-            self._assign(node, torch.float32)  # of an input: the call itself finds out what it is
+        elif may_be_its_input and info is UNKNOWN:
+            # Of an input: the call itself finds out what it is.
+            self._assign(node, torch.float32)
         elif arriving is not None and not site.facts.bits:
             self.variables.value[node] = arriving
         else:

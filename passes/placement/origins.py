@@ -1,8 +1,8 @@
-"""Find values that count: floats made of integers and constants alone, such as positions, timesteps and multiples.
+"""Find floats that hold whole numbers (positions, timesteps, multiples): made of integers and constants alone.
 
-Low precision counts to 256 (bfloat16) or 2048 (float16), and a rounded position gives another angle. So such values
-stay FP32, whatever dtype the program takes for them from a low tensor, until a periodic function, a weight or another
-learned value takes them::
+Such values *count*. Low precision counts to 256 (bfloat16) or 2048 (float16), and a rounded position gives another
+angle. So they stay FP32, whatever dtype the program takes for them from a low tensor, until a periodic function, a
+weight or another learned value takes them::
 
     %h: bfloat16 = linear(%x, %w)
     %t: float32 = to(%ids, torch.float32)          # was %ids.type_as(%h), or .to(%h.dtype)

@@ -14,13 +14,16 @@ Safety pins keep an op that would follow or promote in FP32::
     %log: float32 = log(%i)
 
 A sigmoid of 7 is 0.999; in bfloat16 it is 1, its ``log(1 - p)`` is infinite and its gradient 0. So the ops from what
-saturates to the pole are pinned, and the op that saturates reads FP32, too. What a module returns is pinned as well
-where a saturated value is all that it holds: its loss is taken outside, and it is cast to FP32 anyway. So is what is
-written into other memory, or goes into another body or comes out of one. A softmax that weighs values (attention) or a
-sigmoid that gates them reaches no pole: a matrix product ends the search, and so does a weight, or another low value,
-that goes in. A constant that is made like a low value (``ones_like(%h)``) is none of these: it reads no values, and is
-FP32 where it meets what is pinned. A cast that rounds nothing in the original program (``%p.to(%h.dtype)``) hands on,
-and so is written as FP32.
+saturates to the pole are pinned, and the op that saturates reads FP32, too:
+
+- The chain goes on through ops that follow or promote, and through a cast that rounds nothing in the original program
+  (``%p.to(%h.dtype)``), which is written as FP32.
+- It ends at a matrix product, or where a weight or another low value goes in: a softmax that weighs values (attention)
+  and a sigmoid that gates them reach no pole. A constant made like a low value (``ones_like(%h)``) does not end it: it
+  reads no values, and is FP32 where it meets what is pinned.
+- It is pinned where it reaches a pole. Where nothing but a saturated value is in it, it is pinned as well if the module
+  returns it (its loss is taken outside, and it is cast to FP32 anyway), if it is written into other memory, or if it
+  goes into another body or comes out of one.
 """
 
 from __future__ import annotations

@@ -35,15 +35,18 @@ from fxprec.passes.torch_internals import is_higher_order
 
 
 class Learned(IntEnum):
-    """Dtype under torch.autocast of what is made of weights and inputs. Of several operands the highest decides."""
+    """Dtype that a value would have under torch.autocast, and by which way. Of several operands the highest decides.
+
+    A value is learned where a weight, or a float input, went into it.
+    """
 
     #: Neither a weight nor a float input went into it.
     NOTHING = 0
-    #: FP32: a weight, and what is made of weights without a product.
+    #: FP32: a weight, or made of weights without a product, as a table of embeddings is.
     TABLE = 1
-    #: FP32, although a product may be behind it: an input, and what autocast computes in FP32 after a product.
+    #: FP32, although a product may be behind it: an input, or computed in FP32 by autocast after a product.
     WIDENED = 2
-    #: A product, or a cast of the user's, made it low.
+    #: Low: a product, or a cast of the user's, made it so.
     LOWERED = 3
 
 

@@ -11,9 +11,9 @@ a branch reads it low. The former costs where one variable is low, the latter wh
 of the reader low. A view, or an op that only moves or selects values, is a reader like others: in a chain of them there
 is one place where FP32 becomes low, and that is paid for.
 
-Roundings count as independent, so their squares add up. That leaves out what several low readers of one FP32 value have
-in common, and where an op that only moves values makes FP32 of low ones again, for a low reader behind it, their second
-rounding is paid for although it loses nothing: no cut has a reason to do so. What the policy's overrides say stays, and
+Roundings count as independent, so their squares add up. Two things are simplified. Errors of several low readers of one
+FP32 value are correlated in truth. And from low to FP32 and back, through an op that only moves values, is paid for
+twice though it loses nothing; no best cut does that. What the policy's overrides say stays, and
 so do pins of safety, ops whose cost is unknown, and in float16 the ops that are FULL: an error measured on some data
 says nothing of the range of others.
 """

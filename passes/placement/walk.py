@@ -72,8 +72,8 @@ class Kind(Enum):
     INPUT = auto()
     #: From outside, or from where nobody looks: it has its original dtype. Or there is no value, as of an output.
     SOURCE = auto()
-    #: From ``of``, of which it is a part, with no room for a cast between them. Or it is no float, whatever it is made
-    #: of.
+    #: From ``of``, of which it is a part, with no room for a cast between them. Also, with ``of=None``, of results that
+    #: are no floats (sizes, flags): there is no dtype to decide.
     SHARE = auto()
     #: From a cast of the user's: obeyed; what goes in may have any dtype.
     CAST = auto()

@@ -155,9 +155,16 @@ def test_where_autograd_records() -> None:
     graph.call_function(set_grad_enabled, (True,))
     graph.call_function(exit_inference_mode, (mode,))
     still_off = graph.call_function(torch.relu, (off,))
+    mode = graph.call_function(enter_inference_mode, (False,))
+    within = graph.call_function(torch.relu, (off,))  # inference_mode(False) turns gradients on, as torch has it
+    graph.call_function(exit_inference_mode, (mode,))
+    off_again = graph.call_function(torch.relu, (off,))
     graph.call_function(set_grad_enabled, (True,))
     on = graph.call_function(torch.relu, (off,))
-    graph.output((still_off, on))
+    graph.output((still_off, within, off_again, on))
+    with torch.no_grad(), torch.inference_mode(False):
+        assert torch.is_grad_enabled()
     found = grad_mode_at_nodes(graph, True)
-    assert [found[node] for node in (x, off, still_off, on)] == [True, False, False, True]
+    assert [found[node] for node in (x, off, still_off)] == [True, False, False]
+    assert [found[node] for node in (within, off_again, on)] == [True, False, True]
     assert not grad_mode_at_nodes(graph, False)[x] and grad_mode_at_nodes(graph, False)[on]
