@@ -118,6 +118,7 @@ def code_reads(code: CodeType) -> CodeReads:
             continue
         constant = None
         if chain is not None and kind != "STORE_FAST":
+            # Skip a bare ``import m`` whose names were listed already.
             if not (chain.kind == "import" and reads and reads[-1].name == chain.name and reads[-1].chain):
                 reads.append(chain)
             chain = None

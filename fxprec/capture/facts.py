@@ -38,7 +38,8 @@ class Fact(NamedTuple):
         ask: answers the question, of a subject; at best a function in C, since each call runs it.
         subject: what it is asked of. One subject may stand for many, as a list of all functions does.
         expected: the answer, which must be the same object or an equal one.
-        change: says what has changed, once something has, or None; or what people call it, where the answers say that.
+        change: says what has changed, once something has, or None; or the subject's name, where the old and the new
+            answer say enough.
     """
 
     ask: Callable[[Any], Any]
@@ -178,7 +179,7 @@ def _first_change(values: Iterable[Expected]) -> str | None:
 
 
 class _Exact:
-    """Values of which each must be the very same object; a new one that no program can tell from it is that then."""
+    """Values that must be the very same objects; one that no program can tell from the old is kept in its place."""
 
     def __init__(self, values: Sequence[Expected]) -> None:
         self._getters = [_getter(each.scope, (each.name,)) for each in values]
@@ -357,7 +358,7 @@ def _parts(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def _hidden(module: nn.Module) -> tuple[set[str], Any, bool]:
-    """Return hidden names, and what else a class looks names up by; in a trace, nn.Module's own is another."""
+    """Return hidden names, and what else a class looks names up by: in a trace nn.Module's lookup is patched."""
     attributes, cls = vars(module), type(module)
     names = {name for part in _parts(module) for name in part}
     found = names.intersection(attributes).union(*[names.intersection(vars(base)) for base in cls.__mro__])

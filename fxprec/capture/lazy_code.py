@@ -105,7 +105,7 @@ def attach(root: nn.Module, path: str, value: Tensor) -> None:
 
 
 def with_code(gm: GraphModule) -> None:
-    """Make it, and the bodies that it calls, exact in place for its user; ``recompile`` is no longer for later."""
+    """Make it, and the bodies that it calls, exact in place; from now on ``recompile`` writes the source at once."""
     for each in (*every_graph(gm),):
         if not graph_notes(each).region:
             make_exact(each)

@@ -121,7 +121,7 @@ class Wrappers:
 
         @functools.wraps(known)
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # For a capture of ours: from any other one it is hidden.
+            # Only our own captures see this wrapper; they go straight to the user's method.
             if is_dynamo_compiling():
                 return (getattr(cls, name) if plain else known)(self, *args, **kwargs)
             return enter(self, args, kwargs)

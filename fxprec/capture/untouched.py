@@ -206,7 +206,7 @@ def copied_inputs(
 
 
 class _Copying(TorchFunctionMode):
-    """A tensor with a history, which torch refuses to copy, has another one in its copy."""
+    """Mode in which tensors with a history are copied, which torch refuses; a copy has a history of its own."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (_copied if func is Tensor.__deepcopy__ else func)(*args, **(kwargs or {}))

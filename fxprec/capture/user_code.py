@@ -1,8 +1,8 @@
 """Tells whose code it is: the user's, or that of torch, of the standard library, of installed packages and of fxprec.
 
 Warnings and messages name a line of the user's. A trace may run only what gives the same for the same arguments, and
-changes nothing: torch's own namespace is trusted to, but for what tells of its state; of the standard library a list of
-modules is. What is on no list (clocks, generators of random numbers, files, loggers) is not.
+changes nothing: all of torch is trusted, but functions that read or set its global state; of the standard library a
+list of modules is. What is on no list (clocks, generators of random numbers, files, loggers) is not.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _PURE: Final = frozenset(
     "statistics string struct textwrap types typing".split()
 )
 #: Parts of trusted packages that are not.
-_NOT: Final = (
+_UNTRUSTED: Final = (
     *("numpy.random", "torch.random", "torch.cuda.random", "functools._lru_cache_wrapper"),
     *("torch.backends", "torch.cuda.memory", "torch.cuda.graphs", "torch.distributed.distributed_c10d"),
     *("torch.autograd.anomaly_mode", "torch.utils.deterministic"),
@@ -123,7 +123,7 @@ def is_trusted(thing: Any) -> bool:
     if id(thing) in _TORCH_STATE or id(thing) in _BUILTINS:
         return False
     module = _module_of(thing)
-    if module.startswith(_NOT) or f"{module}.{type(thing).__name__}".startswith(_NOT):
+    if module.startswith(_UNTRUSTED) or f"{module}.{type(thing).__name__}".startswith(_UNTRUSTED):
         return False
     package = module.partition(".")[0]
     return package in _PACKAGES or package in _PURE or package == "builtins"

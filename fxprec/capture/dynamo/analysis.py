@@ -57,7 +57,7 @@ _CONFIG: Final = {
     # Two more calls at each call, for profiles.
     "record_runtime_overhead": False,
 }
-#: There, where no dict of the modules changed, no guard is asked further in: but classes and dtypes of weights may.
+#: Before torch 2.13 dynamo skips inner guards while no module's dict changed; but a class, or a weight's dtype, may.
 _BEFORE_2_13: Final = {"use_recursive_dict_tags_for_guards": False, "skip_tensor_guards_with_matching_dict_tags": False}
 #: Whether dynamo keeps what it compiled, and counts how often, for each capture apart, in functions further in as well.
 #: Before torch 2.13 it does not: beyond its limit it runs whatever fits, also graphs of models that are gone.
@@ -122,7 +122,7 @@ class DynamoCapture:
         fullgraph: refuse graph breaks.
 
     Attributes:
-        extra_guards: what it takes for granted, beside dynamo's guards.
+        extra_guards: our guards, for what dynamo assumes without one.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class DynamoCapture:
         try:
             output = self._run(*args, **kwargs)
         except BaseException:
-            # dynamo gives up a function in which an error was raised for good: let it look again.
+            # After an error dynamo never tries a function again, unless its code is reset.
             while skipped:
                 reset_code(skipped.pop())
             raise

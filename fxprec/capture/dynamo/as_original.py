@@ -1,4 +1,4 @@
-"""Traces by dynamo under the net, which give what they would without it: autocast off, as the original program runs.
+"""Makes a dynamo trace that runs under our autocast (the net) give the graph that it would give without it.
 
 dynamo traces under the net, where the result of a linear has the low dtype, and writes what ``h.dtype`` is there into
 the graph as if the user had named it. So the variables that dynamo makes of such a dtype are marked, and a node of a
@@ -236,7 +236,7 @@ def _is_low_by_net(node: Node, first: bool, known: dict[Node, bool]) -> bool:
     it.
     """
     if node not in known:
-        # Of a value that is made of itself, which there is not.
+        # Only ends an endless recursion; a graph has no cycles.
         known[node] = True
         # What the user gave is low by the user's will; what dynamo handed over is nobody's.
         value = node.meta.get("example_value")

@@ -65,7 +65,7 @@ class ExtraGuards:
         model: whose parameters and modules may become, or no longer be, one; None: there is none.
 
     Attributes:
-        kept: locals of the frame that dynamo takes now which hold the same object at each call.
+        kept: names of the locals, in the frame that dynamo compiles now, that hold the same object at each call.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -139,7 +139,7 @@ class ExtraGuards:
                 self._lookups += [Lookups(modules)] if modules else []
 
     def _runs(self, code: CodeType, scope: dict[str, Any], values: Iterable[Any], lasting: Iterable[Any]) -> None:
-        """Guard what code may look up; ``lasting``: of the values, and beside them, those that the next call meets."""
+        """Guard what code may look up. ``lasting``: the objects that will still be there at the next call."""
         self._facts = None
         values, names = [*values], names_in(code)
         # Code that reads a namespace may find any name there that it mentions.

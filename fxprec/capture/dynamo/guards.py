@@ -9,19 +9,19 @@ It compares constants by ``==``:
 ``OrderedDict.move_to_end``          the same entries, in another order (of other dicts: where code reads all keys)
 another function of the same code    equal, and its closure is another one: where two modules hold one function, dynamo
                                     asks one of them alone for what its closure holds
-an argument that is no leaf          where code asks for ``x.grad_fn`` or ``x.is_leaf``: of the same dtype and sizes
+an argument that is no leaf          of the same dtype and sizes, and ``x.is_leaf`` or ``x.grad_fn`` is another
 ==================================  ==================================================================================
 
-And it answers as it compiles what code asks of objects of the user's, which it guards by their types alone:
+While it compiles, it also answers what code asks of the user's objects, and guards their types alone. Guarded here is:
 
 =========================================  =============================================================================
 ``mode is SLOW``, ``mode in [SLOW]``       whether the two are one object; ``==``, where their class has no ``__eq__``
-``mode`` and a global that are one object  that they are, as the code reads the one by the other
+``mode`` and a global that are one object  that they still are one: dynamo reads one through the other
 ``mode in {SLOW}``, ``FACTORS.get(mode)``  which object it is, by which it is hashed
 ``price > Decimal(2)``                     what a class of C's says of its values
 ``try: config.scale``, except              that the object has no such attribute
-``inspect.signature`` of an argument       all that is read of it, as of any object
-``vars(config).get("scale")``              whether its dict has the key; where all of them are read, which they are
+``inspect.signature`` of an argument       all that is read of it: dynamo guards nothing there
+``vars(config).get("scale")``              whether its dict has the key; if code reads all keys, the list of keys
 =========================================  =============================================================================
 
 A comparison is guarded by its result: an object that is made for each call, and is another than ``SLOW`` each time, has

@@ -16,11 +16,15 @@ Left to the interpreter, with a graph break whose reason the report has:
 - ``x.retains_grad``, hooks and the like of a tensor, which dynamo asks a fake tensor;
 - ``str()`` of errors that have a text of their own, such as KeyError: dynamo gives that of their argument.
 
-And guarded: constants by type and sign (see ``guards``), a key that a dict did not have when it was asked, the order of
-its keys where all of them are read; constants of classes (before torch 2.13); what autograd knows of an argument, such
-as ``x.is_leaf``; a float that is a zero, of which dynamo's symbols do not know the sign; values of numpy as tensors
-outside of inference mode, as they were when the guard was made; and what a size or a counter tells a region of torch's,
-such as ``torch.autocast(..., enabled=x.shape[0] > 2)``: dynamo cannot take a symbol there.
+Guarded beside what dynamo guards:
+
+- constants by type and sign (see ``guards``), and constants of classes (before torch 2.13);
+- a key that a dict did not have when it was asked, and the order of its keys where all of them are read;
+- what autograd knows of an argument, such as ``x.is_leaf``;
+- a float that is a zero, of which dynamo's symbols do not know the sign;
+- values of NumPy, which become tensors outside of inference mode when a guard is asked, as when it was made;
+- what a size or a counter tells a region of torch's, such as ``torch.autocast(..., enabled=x.shape[0] > 2)``: dynamo
+  cannot take a symbol there.
 
 ``torch.compiler.is_compiling()`` is False in the user's code, as in eager mode. In installed packages it is True: they
 ask it to leave out what would break a graph and changes no result.
@@ -133,8 +137,8 @@ class _Refusals:
             before(classes.list, "call_method", _extends),
             instead_of(classes.cached_function, "call_function", self.call_of_cached),
             before(classes.user_class, "call_function", _call_of_class),
-            before(classes.autograd_function, "call_apply", self.apply),
-            before(classes.applied_function, "call_function", self.recorded_apply),
+            before(classes.autograd_function, "call_apply", self.note_function),
+            before(classes.applied_function, "call_function", self.refuse_recorded_apply),
             *([] if GUARDS_CLASSES else [instead_of(classes.user_class, "var_getattr", _guarded_attribute)]),
             instead_of(classes.inference_mode, "create", _no_inference_mode),
             instead_of(classes.inliner, "build_inline_tracer", self.inlined),
@@ -171,10 +175,10 @@ class _Refusals:
         self._extra_guards.result(functools.partial(cached, *arguments, **named), cached.__qualname__, value)
         return dynamo_classes().constant.create(value)
 
-    def apply(self, variable: Any, *_args: Any, **_kwargs: Any) -> None:
+    def note_function(self, variable: Any, *_args: Any, **_kwargs: Any) -> None:
         self._applying = variable.fn_cls
 
-    def recorded_apply(self, *_args: Any, **_kwargs: Any) -> None:
+    def refuse_recorded_apply(self, *_args: Any, **_kwargs: Any) -> None:
         if not is_torchs(self._applying):
             name = self._applying.__qualname__
             raise _refused(f"a call of {name}, a torch.autograd.Function, which autograd runs itself")

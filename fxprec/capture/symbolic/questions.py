@@ -1,4 +1,6 @@
-"""Questions that a proxy never hears, ``a is b``, ``type(x)``, ``callable(x)``, patterns; or half, ``isinstance``.
+"""Finds questions about a value that Python answers without calling its proxy: ``a is b``, ``type(x)``, patterns.
+
+``isinstance`` calls it in part only.
 
 ::
 
@@ -82,6 +84,7 @@ def unheard(question: Question, frame: FrameType) -> str | None:
     values = [_value(part, frame) for part in question.parts]
     if question.by != "is":
         wrong = isinstance(values[-1], Proxy) or values[-1] is UNKNOWN
+        # A function of the user's that is merely called ``type`` or ``callable`` is no such question.
         if len(values) == 2 and values[0] is not type and values[0] is not callable:
             return None
         return f"asks for {question.by} of a traced value" if wrong else None

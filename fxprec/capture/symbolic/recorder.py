@@ -28,7 +28,7 @@ from fxprec.torch_internals import CALLED_THROUGH
 
 _TENSORS: Final = {"_parameters", "_buffers"}
 _STANDARD: Final = frozenset(vars(nn.Module()))
-#: Read at every call of a module and no business of a guard, or guarded for every module that was read.
+#: Attributes that are not recorded: nn.Module's own machinery, or guarded for every module in any case.
 _INTERNAL: Final = frozenset(dir(nn.Module())) - {"training", *PARTS}
 _METHODS: Final = _INTERNAL - _STANDARD - {CALLED_THROUGH}
 _SHAPE: Final = attrgetter("shape")

@@ -115,7 +115,7 @@ class Surroundings:
         functions: those whose code was looked through.
         contents: what containers held before the trace.
         asks_types: a function asks for the class of something.
-        tensors: those that are no attributes, by id, with what people call them: no graph holds them, but their shapes.
+        tensors: those that are no attributes, by id, with what people call them: a graph may hold their shapes.
     """
 
     def __init__(self, stop_at: Callable[[types.CodeType, tuple[int, ...], Why], None]) -> None:
@@ -225,7 +225,7 @@ class Surroundings:
         return next((why for why in [self.look_at(value) for value in values] if why is not None), None)
 
     def _held(self, values: Iterable[Any], label: str) -> str | None:
-        """Guard what an object holds for good: containers among it may change inside."""
+        """Guard the containers that an object holds: it never swaps them, but they may change inside."""
         values = [*values]
         for value in values:
             if is_container(value) and not is_plain(value):
@@ -414,7 +414,7 @@ class Surroundings:
     # Classes: what traced code may ask them for.
 
     def reach(self, cls: type) -> str | None:
-        """Guard the attributes of a class that code gets hold of (of a module those named); return why not, or None."""
+        """Guard the attributes of a class that code reaches, of a module's those named; return why not, or None."""
         if issubclass(cls, torch.Generator):
             return "torch.Generator, whose numbers are other ones each time"
         own = [base for base in cls.__mro__ if not is_trusted(base)]

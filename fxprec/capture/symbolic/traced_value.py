@@ -37,7 +37,7 @@ from fxprec.torch_internals import for_fx, node_name_of
 _is_method: Final = functools.lru_cache(4096)(is_tensor_method_or_property)
 _OWN: Final = frozenset({"tracer", "node", "root", "attr", "_node", "tensor", "rank", "channels"})
 _IN_PLACE: Final = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
-#: What autograd keeps beside a tensor's values: there, or None, as calls before left it.
+#: What autograd keeps beside a tensor's values: set or None, depending on earlier calls.
 _OF_AUTOGRAD: Final = frozenset({"grad", "grad_fn", "_grad", "_grad_fn", "_base", "_version", "names"})
 _NUMBER_METHODS: Final = frozenset({"size", "dim", "ndimension", "numel", "nelement", "stride", "item"})
 #: torch's own Python code that asks what a value is on the user's behalf.
@@ -65,7 +65,8 @@ class TracedValue(Proxy):
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        # isinstance() and case ask for it when the real type does not match; torch and fx get the real one.
+        # isinstance() and case ask for it when the real type does not match. A question of the user's own may be told
+        # Tensor; torch and fx get the real type.
         frame = asking = sys._getframe(1)
         code = frame.f_code
         if code.co_name == "__instancecheck__" and frame.f_back is not None:  # of a metaclass
