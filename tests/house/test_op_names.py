@@ -12,8 +12,9 @@ import fxprec
 from fxprec.passes.ops.table import OP_TABLE
 
 ROOT = Path(fxprec.__file__).parent
-#: Names that a tracer asks for before there is an op: Python's operators, and methods of tensors that give numbers.
-NO_OPS = {"fxprec/capture/symbolic/traced_value.py"}
+#: Names that a tracer asks for before there is an op (Python's operators, and methods of tensors that give numbers),
+#: and names of what stands in dynamo.
+NO_OPS = {"fxprec/capture/symbolic/traced_value.py", "fxprec/torch_internals.py"}
 
 
 def lists_of_ops(tree: ast.Module) -> Iterator[tuple[int, list[str]]]:

@@ -108,7 +108,7 @@ def test_as_many_overrides_as_are_asked_for_are_tried() -> None:
     ledger = audit(made(), batches(2), F.cross_entropy, savings=2)
     assert len({row.override for row in ledger.rows if row.saves is not None}) == 2
     assert "an override saves" in str(ledger) and "of 2 overrides; savings=N tries more of the" in ledger.remarks[-1]
-    assert ledger.to_dict()["rows"][0]["override"] == ledger.rows[0].override
+    assert ledger.to_dict()["rows"][0]["override"] == list(ledger.rows[0].override)
     single = audit(made(), batches(1), F.cross_entropy, savings=1)
     assert {row.saves_error for row in single.rows} == {None} and " ± " not in str(single)
 

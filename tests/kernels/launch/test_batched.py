@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxprec
+from kernel_tools import backwards_of
 
 FEATURES = 64
 
@@ -77,6 +78,9 @@ def test_each_is_what_it_is_alone(name: str, fuse: Any, twice: bool):
 
     def output() -> Tensor:
         out = model(x)
+        # Where torch's attention takes less time, it runs, and it has no second derivative.
+        if twice and any("FlashAttention" in name for name in backwards_of(out)):
+            pytest.skip("attention is torch's on this CPU, which has no second derivative")
         return torch.autograd.grad(out.square().sum(), x, create_graph=True)[0] if twice else out
 
     out = output()
