@@ -1,4 +1,4 @@
-"""attention_calls: what becomes a call, which way a call goes by its sizes, models that take it."""
+"""calls/attention: what becomes a call, which way a call goes by its sizes, models that take it."""
 
 from __future__ import annotations
 
