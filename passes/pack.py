@@ -47,7 +47,7 @@ from fxprec.kernels.cpu.packed import (
     packed_conv_plus,
     packed_linear_of_many,
 )
-from fxprec.kernels.launch.graph_call import is_torchs
+from fxprec.kernels.launch.graph_call import is_op_of_torch
 from fxprec.kernels.torch_internals import linear_pointwise
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.graph.annotations import NON_TENSOR, Op, Precision, Rule, arg_nodes, argument, graph_notes, notes
@@ -191,7 +191,7 @@ def _is_weight(node: object) -> bool:
 
 def activation_of(node: Node, epilogue: Epilogue) -> Act | None:
     """Return the activation in oneDNN's terms; None where an argument is no number."""
-    if epilogue.binary or not node.args or not isinstance(node.args[0], Node) or not is_torchs(node.target):
+    if epilogue.binary or not node.args or not isinstance(node.args[0], Node):
         return None
     options = [argument(node, *option) for option in epilogue.options]
     algorithm = "" if epilogue.algorithm is None else argument(node, *epilogue.algorithm)
@@ -202,8 +202,7 @@ def activation_of(node: Node, epilogue: Epilogue) -> Act | None:
 
 def fold(product: Product, norm: Node) -> bool:
     """Fold a batch norm by running statistics into the weight; return whether it is one that the weight can take in."""
-    # Ours has more in it than a norm: the sum and the relu behind it.
-    if notes(norm).op.name != "batch_norm" or norm.args[:1] != (product.node,) or not is_torchs(norm.target):
+    if notes(norm).op.name != "batch_norm" or norm.args[:1] != (product.node,):
         return False
     names = ("running_mean", "running_var", "weight", "bias")
     given = [argument(norm, 1 + i, name) for i, name in enumerate(names)]
@@ -301,6 +300,9 @@ class _Packer:
         node = product.node
         readers = [user for user in node.users if not _asks_dimensions(user)]
         if len(readers) != 1 or readers[0] in self._taken or actual_dtype(readers[0]) is not product.dtype:
+            return None
+        # A graph call may hold more than the op of its name, such as the relu behind a norm.
+        if not is_op_of_torch(readers[0].target):
             return None
         return readers[0] if [*arg_nodes(readers[0])].count((0, node)) == 1 or node in readers[0].args else None
 

@@ -87,11 +87,10 @@ def pytest_fixture_setup() -> Any:
 
 @contextlib.contextmanager
 def skipped_without_loops() -> Iterator[None]:
-    why = why_no_loops()
     try:
         yield
     except ConversionError as error:
-        if not why or not str(error).startswith(f"fuse=True: {why}"):
+        if not (why := why_no_loops()) or not str(error).startswith(f"fuse=True: {why}"):
             raise
         pytest.skip(why)
 

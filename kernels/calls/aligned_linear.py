@@ -11,7 +11,8 @@ from typing import Final
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxprec.kernels.launch.graph_call import graph_call, runs_unseen
+from fxprec.kernels.launch.graph_call import graph_call
+from fxprec.kernels.launch.observers import runs_unseen
 from fxprec.kernels.launch.operands import LOW_DTYPES, PLAIN
 
 #: Multiplications of a product from which on the slow kernel loses more than a call takes: 2 FLOP each at some 100

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxprec.kernels.calls.sizes import is_channels_last, is_large
-from fxprec.kernels.launch.graph_call import graph_call, runs_eagerly, triton_serves
+from fxprec.kernels.launch.graph_call import graph_call, triton_serves
+from fxprec.kernels.launch.observers import runs_eagerly
 from fxprec.kernels.launch.operands import FLOATS
 
 

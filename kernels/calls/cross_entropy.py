@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxprec.kernels.launch.graph_call import graph_call, runs_eagerly, triton_serves
+from fxprec.kernels.launch.graph_call import graph_call, triton_serves
+from fxprec.kernels.launch.observers import runs_eagerly
 from fxprec.kernels.launch.operands import FLOATS, LOW_DTYPES, suits_loops
 
 #: (logits, classes next to each other) on a CPU from which the passes over memory weigh more than the calls: of slices

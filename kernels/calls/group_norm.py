@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxprec.kernels.launch.graph_call import graph_call, runs_eagerly, triton_serves
+from fxprec.kernels.launch.graph_call import graph_call, triton_serves
+from fxprec.kernels.launch.observers import runs_eagerly
 
 
 @graph_call

@@ -12,7 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.graph_call import graph_call, runs_unseen
+from fxprec.kernels.launch.graph_call import graph_call
+from fxprec.kernels.launch.observers import runs_unseen
 from fxprec.kernels.launch.operands import PLAIN
 
 #: How each op cuts.

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.direct import Run
-from fxprec.kernels.launch.graph_call import graph_call, runs_eagerly, triton_serves
+from fxprec.kernels.launch.graph_call import graph_call, triton_serves
+from fxprec.kernels.launch.observers import runs_eagerly
 from fxprec.kernels.launch.operands import LOW_DTYPES, suits_loops
 
 #: As a ``half``: pairs are neighbours, and not columns half of all apart.

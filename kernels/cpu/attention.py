@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
-from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+from fxprec.kernels.launch.observers import runs_eagerly
 from fxprec.kernels.torch_internals import attention_choice
 
 #: Torch's choice if it has no fused kernel.
@@ -43,7 +43,7 @@ def serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
         or query.dtype is not torch.bfloat16
         or not query.dtype is key.dtype is value.dtype
         or query.dim() != 4
-        or watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is not None
+        or not runs_eagerly()
         or 0 in (query.numel(), key.numel(), value.numel())
         or key.dim() != 4
         or (key.shape[1] != query.shape[1] and not (grouped and query.shape[1] % key.shape[1] == 0))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
-from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+from fxprec.kernels.launch.observers import TRANSFORM, runs_unseen, watcher
 from fxprec.kernels.launch.operands import suits_loops
 
 #: Largest filters that oneDNN has a kernel for, and fewest elements of images whose FP32 copies pay.
@@ -40,7 +40,7 @@ def pays(
     False under tracers and modes, which count, trace or save convolutions and do not know our op. That is asked first,
     since a tracer makes guards of the sizes read here.
     """
-    if watcher(COMPILER, SCRIPT, TRANSFORM, DUAL, ANY_MODE) is not None or not torch.is_grad_enabled():
+    if not runs_unseen() or not torch.is_grad_enabled():
         return False
     tensors = [each for each in (x, weight, bias) if each is not None]
     return (

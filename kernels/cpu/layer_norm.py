@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
-from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+from fxprec.kernels.launch.observers import TRANSFORM, runs_eagerly, watcher
 from fxprec.kernels.launch.operands import suits_loops
 
 #: Of the rows that are FP32 at a time: they fit a core's cache, and memory for them is taken from the system once.
@@ -44,7 +44,7 @@ def layer_norm(x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor 
     """
     if not torch.is_grad_enabled():
         return F.layer_norm(x, shape, weight, bias, eps)
-    if watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is not None:
+    if not runs_eagerly():
         return reference(x, weight, bias, shape, eps)
     # Asked at each call of each norm of a training step: without a loop over the two.
     wanted = (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)

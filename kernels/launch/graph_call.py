@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.fx import Proxy
 
-from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.launch.operands import FLOATS
 
 P = ParamSpec("P")
@@ -61,7 +60,7 @@ def stands_for(torchs: Callable[..., Any]) -> Callable[[Callable[P, R]], Callabl
     return name
 
 
-def is_torchs(target: Any) -> bool:
+def is_op_of_torch(target: Any) -> bool:
     """Return whether what a node calls is an op of torch's, or a graph call that ``stands_for`` one.
 
     Any other graph call computes something besides the op whose name its node has, such as a relu behind a norm.
@@ -83,19 +82,6 @@ def tracer_of(value: Any) -> Any:
             if tracer is not None:
                 return tracer
     return None
-
-
-def runs_eagerly() -> bool:
-    """Return whether this op runs at once, on values, with nobody to look into it.
-
-    A compiler or tracer would unroll what a kernel of ours does; vmap and forward mode have no rule for it.
-    """
-    return watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None
-
-
-def runs_unseen() -> bool:
-    """Return whether an op ``runs_eagerly``, and no dispatch mode counts, traces or saves ops either."""
-    return watcher(COMPILER, SCRIPT, TRANSFORM, DUAL, ANY_MODE) is None
 
 
 def triton_serves(x: Tensor) -> bool:

@@ -70,6 +70,19 @@ def watcher(*asked: Interceptor) -> Interceptor | None:
     return None
 
 
+def runs_eagerly() -> bool:
+    """Return whether this op runs at once, on values, with nobody to look into it.
+
+    A compiler or tracer would unroll what a kernel of ours does; vmap and forward mode have no rule for it.
+    """
+    return watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None
+
+
+def runs_unseen() -> bool:
+    """Return whether an op ``runs_eagerly``, and no dispatch mode counts, traces or saves ops either."""
+    return watcher(COMPILER, SCRIPT, TRANSFORM, DUAL, ANY_MODE) is None
+
+
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
     """Suspend this thread's dispatch modes and ``torch.jit.trace``: a capture inside is no part of what they record."""

@@ -88,6 +88,7 @@ class _Call:
         last: the last of the nodes, which becomes the call.
         arguments: by name, the input first.
         reads: the input of the op as it was, where the call reads what that was cast from.
+        low: whether the call puts out the dtype that it reads, so that the casts behind it go.
         fused: for the report: which kernel it is, and what it holds.
     """
 
@@ -96,6 +97,7 @@ class _Call:
     arguments: Mapping[str, Any]
     fused: str
     reads: Node | None = None
+    low: bool = False
 
 
 def _joined(
@@ -183,9 +185,8 @@ def _group_norm(node: Node, arguments: dict[str, Any], source: Node, around: Who
     if not all(_is_inserted_cast(each) and each.args[1] is low for each in last.users):
         return None
     own = {"x": source, **arguments, "silu": silu is not None}
-    return _Call(
-        group_norm, last, own, "the kernel of group_norm" + (" and silu" if silu is not None else ""), reads=wide
-    )
+    fused = "the kernel of group_norm" + (" and silu" if silu is not None else "")
+    return _Call(group_norm, last, own, fused, reads=wide, low=True)
 
 
 def _cross_entropy(node: Node, arguments: dict[str, Any], source: Node, around: WholeGraph) -> _Call | None:
@@ -240,7 +241,7 @@ def _make(first: Node, call: _Call) -> None:
     if call.reads is not None:
         reads = notes(x[1]).precision.output
         compute = torch.float32
-        if call.function is group_norm:  # whose result is low as well, so that the casts behind it go
+        if call.low:
             output, why = reads, f"{decided.why}; its kernel reads and writes {reads} and computes in FP32"
             for each in [*last.users]:
                 each.replace_all_uses_with(last)

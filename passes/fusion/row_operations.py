@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from fxprec.kernels.launch.graph_call import is_torchs
+from fxprec.kernels.launch.graph_call import is_op_of_torch
 from fxprec.kernels.rows.program.lowering import LOWERINGS, ROW_REDUCTIONS
 from fxprec.passes.graph.annotations import CASTABLE, NON_TENSOR, UNKNOWN, Op, arg_nodes, argument, notes
 from fxprec.passes.ops.table import facts_of
@@ -44,7 +44,7 @@ def is_row_operation(node: Node) -> bool:
     if op.name == "dropout":
         return _binds(_dropout, node)
     # A graph call may compute more than the op whose name it has, such as a relu behind a norm.
-    if op.name not in LOWERINGS or not is_torchs(node.target) or not _binds(LOWERINGS[op.name], node):
+    if op.name not in LOWERINGS or not is_op_of_torch(node.target) or not _binds(LOWERINGS[op.name], node):
         return False
     if notes(node).dtype is torch.bool and not _is_boolean(node, op):
         return False

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fxprec.kernels.launch.graph_call import graph_call
-from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+from fxprec.kernels.launch.observers import runs_unseen
 from fxprec.kernels.launch.operands import LOW_DTYPES, PLAIN
 from fxprec.passes.graph.annotations import CASTABLE
 from fxprec.passes.torch_internals import tree_leaves, tree_map
@@ -60,7 +60,7 @@ def cast_saturating(x: object, dtype: torch.dtype) -> object:
     if not isinstance(x, torch.Tensor) or x.dtype not in CASTABLE or x.dtype == dtype:
         return x
     plain = type(x) in PLAIN and x.device.type == "cpu"
-    if plain and watcher(COMPILER, SCRIPT, TRANSFORM, DUAL, ANY_MODE) is None:
+    if plain and runs_unseen():
         low = x.to(dtype)
         if not low.isinf().any():  # to look costs less than to choose, forward and backward
             return low

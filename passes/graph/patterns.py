@@ -72,7 +72,7 @@ class Pattern:
 
     Attributes:
         ops: canonical names of the ops that it begins at.
-        check: (node, surroundings) -> what to rewrite, a reason why not (a str), or None.
+        check: (node, its graph as a whole) -> what to rewrite, a reason why not (a str), or None.
         rewrite: (node, what the check found) -> None.
     """
 

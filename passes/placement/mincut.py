@@ -91,7 +91,7 @@ def place_by_cut(walk: Walk, verdict: Verdict) -> list[str]:
 
 
 def ops_kept_in_fp32(walk: Walk) -> Verdict:
-    """The LOW ops of a walk that are faster left in FP32; annotates nothing.
+    """Return the LOW ops of a walk that are faster left in FP32; annotate nothing.
 
     The verdict has a node and a reason for each, and by operator how many could not be weighed: of unknown sizes, or
     of a kind without a cost. What an override names is not weighed. Without costs of the device the verdict is empty.

@@ -190,7 +190,7 @@ class Walk:
         self._add(Step(node, Kind.SHARE, why, rule, of, floats=of is not None))
 
     def _graph(self, gm: GraphModule, bound: Mapping[Node, Node] | None, returns: Rule) -> None:
-        """``bound``: in a called body, placeholder -> the caller's operand, where that is ours to decide."""
+        """Walk a graph. ``bound``: in a called body, placeholder -> the caller's operand, if that is ours to decide."""
         self.operands |= bound or {}
         self.graphs.append(Entered(gm.graph, returns is Rule.KEEP or bound is not None, bound is not None))
         self.classes |= written_classes(gm.graph)
@@ -247,7 +247,7 @@ class Walk:
             self._add(Step(node, Kind.COMPUTE, why, site.rule, base, site, floats))
 
     def _higher_order(self, node: Node) -> bool:
-        """Walk the bodies; False where the op is decided like any other."""
+        """Walk the bodies, and return False where the op is decided like any other."""
         found = _bodies(node)
         if is_kept_region(node, self.context):
             why = f"the user's own autocast: {dtype_name(node.args[1])}" if node.args[2] else "autocast(enabled=False)"
@@ -280,7 +280,7 @@ class Walk:
 
 
 def _bodies(node: Node) -> list[GraphModule]:
-    """The graphs that a higher-order op calls."""
+    """Return the graphs that a higher-order op calls."""
     if not is_higher_order(node.target):
         return []
     return [body for source in node.all_input_nodes if (body := body_of(source)) is not None]
@@ -293,7 +293,7 @@ def _runs_bodies(node: Node) -> bool:
 
 
 def _bind_operands(node: Node) -> dict[Node, Node] | None:
-    """Placeholder of the one body -> the caller's operand; None where the op does not simply hand them on."""
+    """Map the placeholders of the one body to the caller's operands; None where the op does not simply hand them on."""
     if notes(node).op.name not in _TRANSPARENT:
         return None
     handed = [leaf for leaf in leaves(node.args) if not isinstance(leaf, str)]
@@ -307,7 +307,7 @@ def _bind_operands(node: Node) -> dict[Node, Node] | None:
 
 
 def written_classes(graph: Graph) -> dict[Node, Node]:
-    """Member -> root of every class of nodes that share memory which is written in place."""
+    """Map each node whose memory is written in place to the root of those that share it."""
     roots, written = written_memory(graph, _shares_memory_of)
     return {node: root for node, root in roots.items() if root in written}
 

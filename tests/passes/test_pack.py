@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fxprec.kernels.cpu.packed import Geometry, can_pack
+from fxprec.kernels.launch.graph_call import graph_call
 from fxprec.passes import pack as module
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import graph_notes, notes
@@ -202,6 +203,23 @@ def test_small_weights_are_asked_for_rows_at_each_call():
 def test_a_norm_that_depends_on_the_input_stays(norm, after):
     text, *_ = packed(f"{CONV}    %bn: bfloat16 = {norm}\n    return %bn", "w mean var")
     assert "batch_norm" in text and "packed_conv(%x, %packed_w, None" in text, after
+
+
+@pytest.mark.parametrize("op", ["relu(%conv)", "batch_norm(%conv, %mean, %var, None, None, False, 0.1, 1e-5)"])
+def test_a_graph_call_that_holds_more_than_its_op_stays(op):
+    """A product would take in the op of that name alone, and lose the rest."""
+
+    @graph_call
+    def more(x, *_):
+        return x.relu() * 2
+
+    for target, joins in ((None, True), (more, False)):
+        gm = small_graph(f"{CONV}    %end: bfloat16 = {op}\n    return %end", "w mean var", True)
+        (node,) = [node for node in gm.graph.nodes if node.name == "end"]
+        node.target = target or node.target
+        pack(gm, CONTEXT)
+        assert any(node.target is more for node in gm.graph.nodes) is not joins
+        assert bool(next(iter(graph_notes(gm).packed.values()))) is joins
 
 
 def test_a_sum_joins_only_where_nobody_writes_to_the_image_in_between():

@@ -371,6 +371,16 @@ def test_torch_jit_scripts_it():
     assert torch.equal(torch.jit.script(gm)(X), gm(X))
 
 
+def test_torch_jit_scripts_calls_that_stand_for_torchs():
+    """Depthwise convolutions and layer norms of a CPU are calls of ours, whose code TorchScript cannot compile."""
+    model = nn.Sequential(nn.Conv2d(8, 8, 5, groups=8), nn.Flatten(), nn.LayerNorm(128), nn.Linear(128, 4))
+    x = torch.randn(2, 8, 8, 8)
+    gm = fxprec.graph_module(fxprec.convert(model, (x,), dtype=torch.bfloat16)[0])
+    calls = {node.target.__name__ for node in gm.graph.nodes if hasattr(node.target, "torchs")}
+    assert calls == {"depthwise_conv2d", "layer_norm"}
+    torch.testing.assert_close(torch.jit.script(gm)(x), gm(x))
+
+
 def test_each_has_code_of_its_own_for_dynamo():
     gms = [Case("mlp", True).gm for _ in range(2)]
     assert gms[0].forward.__code__ is not gms[1].forward.__code__

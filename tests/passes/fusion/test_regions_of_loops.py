@@ -1,4 +1,4 @@
-"""worth (by way of fuse): what compiled loops take on a CPU, and what stays with torch's kernels."""
+"""regions (by way of fuse): what compiled loops take on a CPU, and what stays with torch's kernels."""
 
 from __future__ import annotations
 

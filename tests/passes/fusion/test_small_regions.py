@@ -1,4 +1,4 @@
-"""worth: on a GPU regions of few elements and few ops are torch's, until a call brings more elements."""
+"""regions: on a GPU those of few elements and few ops are torch's, until a call brings more elements."""
 
 from __future__ import annotations
 
