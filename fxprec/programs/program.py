@@ -23,7 +23,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxprec.kernels.launch.graph_call import graph_call
+from fxprec.kernels.launch.graph_call import call_directly, graph_call
 from fxprec.kernels.launch.observers import DUAL, TRANSFORM, watcher
 from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.kernels.rows.run.region import FusedRegion
@@ -142,6 +142,7 @@ def _runner(lifted: GraphModule, compiled: Callable[..., Any] | None) -> Callabl
         if forward is None:
             lifted.real_recompile()  # type: ignore[operator]  # of a lazy graph module
             forward = lifted.forward
+            call_directly(forward)
         return forward(*args)
 
     return run

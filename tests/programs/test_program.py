@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -150,3 +153,20 @@ class _Function(nn.Module):
 
     def forward(self, x):
         return self.function(x)
+
+
+def test_a_program_calls_the_bodies_of_graph_calls():
+    """Nobody traces it: the question for proxies, asked at each norm of each call, would cost what a small op costs."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.randn(2, 8)
+    fxprec.convert(model, (x,), dtype=torch.bfloat16)
+    assert any(hasattr(node.target, "is_graph_call") for node in fxprec.graph_module(model).graph.nodes)
+    model(x)
+    entered: list[str] = []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: entered.append(frame.f_code.co_filename) if event == "call" else None)
+    try:
+        model(x)
+    finally:
+        sys.setprofile(before)
+    files = [Path(name).name for name in entered]
+    assert "layer_norm.py" in files and "graph_call.py" not in files
