@@ -56,7 +56,6 @@ _KINDS: Final[Mapping[BFloat16Units, str]] = {
     "amx": "with AMX", "other": "with bfloat16 units", "converted": "with AVX-512 without bfloat16 units, an estimate",
     "none": "without bfloat16 units",
 }  # fmt: skip
-_NO_SPACE: Final = str.maketrans("", "", " \n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +73,7 @@ _HOPPER: Final = _Rates(full=45, low=650, attention_full=25, attention_low=450, 
 _AMPERE: Final = _Rates(full=15, low=220, attention_full=9, attention_low=150, bytes=1.3)
 
 
+@functools.cache  # each `convert` asks, and derives nothing anew
 def shipped(device: str, name: str, threads: int, units: BFloat16Units) -> DeviceCosts:
     """Return the costs of the nearest class of device.
 
@@ -146,16 +146,19 @@ def costs_of(device: str, dtype: torch.dtype = torch.bfloat16) -> DeviceCosts:
     path = path_of(device)
     try:
         found = read(path)
-    except FileNotFoundError:
-        pass
-    except ValueError as error:
-        _warn(path, str(error), device)
-    else:
         # Costs of another processor or torch mislead more than shipped ones of a like machine.
-        why = _stale(found, device, dtype)
-        if not why:
+        if not (why := _stale(found, device, dtype)):
             return found
-        _warn(path, why, device)
+    except FileNotFoundError:
+        return shipped_for_here(device)
+    except ValueError as error:
+        why = str(error)
+    # Not an error: the file may be of another torch, which was installed since.
+    warnings.warn(
+        f"{path} is not used: {why}. Shipped costs serve; measure again: python -m fxprec calibrate --device {device}",
+        category=ServiceWarning,
+        stacklevel=2,
+    )
     return shipped_for_here(device)
 
 
@@ -200,17 +203,14 @@ def write(costs: DeviceCosts, path: Path) -> None:
     # Readers see the old file or the new one: a rename within a folder is atomic.
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        beside.write_text(_text(costs))
+        data = json.dumps(costs.to_dict(), indent=1)
+        # Indented JSON puts each number on a line; here a curve is one, so that a diff of two machines is read by
+        # curves.
+        text = re.sub(r"\[[\s\d.,e+\-\[\]]+\]", lambda curve: "".join(curve[0].split()).replace(",", ", "), data)
+        beside.write_text(text + "\n")
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
-
-
-def _text(costs: DeviceCosts) -> str:
-    """Write JSON, a curve a line."""
-    data = json.dumps(costs.to_dict(), indent=1)
-    # Indented JSON puts each number on a line: a diff of two machines is read by curves.
-    return re.sub(r"\[[\s\d.,e+\-\[\]]+\]", lambda found: found[0].translate(_NO_SPACE).replace(",", ", "), data) + "\n"
 
 
 @functools.cache
@@ -225,25 +225,14 @@ def processor_name(device: str) -> str:
 
 def _stale(costs: DeviceCosts, device: str, dtype: torch.dtype) -> str:
     """Return why costs are not this machine's; "" where they are."""
-    threads = torch.get_num_threads() if device == "cpu" else 0
+    # A torch's build ("+cpu") changes no kernel's time that is measured here; its release may.
+    release, here = (version.partition("+")[0] for version in (costs.torch, torch.__version__))
     for what, have, want in (
         ("device", costs.device, device),
         ("processor", costs.name, processor_name(device)),
-        ("threads", costs.threads, threads),
-        ("torch", _release(costs.torch), _release(torch.__version__)),
+        ("threads", costs.threads, torch.get_num_threads() if device == "cpu" else 0),
+        ("torch", release, here),
     ):
         if have != want:
             return f"its {what} is {have}, here it is {want}"
     return "" if dtype in costs.curves else f"it knows nothing of {dtype}"
-
-
-def _release(version: str) -> str:
-    return version.partition("+")[0]
-
-
-def _warn(path: Path, why: str, device: str) -> None:
-    warnings.warn(
-        f"{path} is not used: {why}. Shipped costs serve; measure again: python -m fxprec calibrate --device {device}",
-        category=ServiceWarning,
-        stacklevel=2,
-    )
