@@ -230,7 +230,8 @@ def compare(
     start = study.decided(settings.policy)
     unseen = [case.draw(generator) for _ in range(held_out)]
     reference = _reference(model, case, unseen)
-    all_low = trade.outcome(study.all_low)
+    chosen = set(trade.choices.values())
+    all_low = trade.outcome([full and v not in chosen for v, full in enumerate(trade.cut(0.0).full)])
     known: dict[tuple[bool, ...], tuple[np.ndarray, Outcome, int]] = {}
 
     def measured(outcome: Outcome) -> tuple[np.ndarray, Outcome, int]:

@@ -125,12 +125,17 @@ def columns(names: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableTy
         from rich.table import Table
         from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(names), header_style="bold")
+    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(names), header_style="bold")
     for name in names:
-        table.add_column(name, overflow="fold", no_wrap=name in ("computes", "output", "rule"))
+        found.add_column(name, overflow="fold", no_wrap=name in ("computes", "output", "rule"))
     for row in rows:
-        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
-    return table
+        found.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+    return found
+
+
+def table(cells: Mapping[str, Callable[[Any], str]], rows: Iterable[Any]) -> RenderableType:
+    """Lay out a line for each row; ``cells``: name of a column -> the text of its cell."""
+    return columns([*cells], ([cell(row) for cell in cells.values()] for row in rows))
 
 
 def plain(renderable: RenderableType) -> str:

@@ -338,14 +338,14 @@ def smaller_scale(step: TrainingStep, birth: Birth) -> float | None:
     return scale
 
 
-def computing(birth: Birth | None) -> list[Node]:
+def computing(birth: Birth) -> list[Node]:
     """Return the nodes whose dtype decides over a birth.
 
     For a cast these are its readers; for the cast of a gradient, the nodes whose results the gradient belongs to. Views
     have no say: those that read, or make, what they show stand in their place.
     """
-    node = None if birth is None else birth.origin.node
-    if birth is None or node is None:
+    node = birth.origin.node
+    if node is None:
         return []
     if birth.origin.backward and birth.op == "aten::_to_copy":
         return near_by(node, lambda each: each.all_input_nodes)

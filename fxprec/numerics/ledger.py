@@ -28,7 +28,7 @@ from fxprec.errors import FxprecError
 from fxprec.inspection.measured import Subject
 from fxprec.inspection.nodes import places
 from fxprec.inspection.prices import Alternative
-from fxprec.inspection.text import as_json, columns, layers_together, plain, stacked, titled
+from fxprec.inspection.text import as_json, layers_together, plain, stacked, table, titled
 from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.model.conversion import conversion_of
 from fxprec.numerics.overrides import in_fp32, readers
@@ -241,16 +241,12 @@ class Ledger:
     @property
     def measured(self) -> float:
         """The error; over several batches its root mean square."""
-        if len(self.samples) == 1:
-            return self.samples[0].measured
-        return math.sqrt(sum(sample.measured**2 for sample in self.samples) / len(self.samples))
+        return _over_batches([sample.measured for sample in self.samples])
 
     @property
     def explained(self) -> float:
         """Sum of the rows' contributions; over several batches its root mean square."""
-        if len(self.samples) == 1:
-            return self.samples[0].explained
-        return math.sqrt(sum(sample.explained**2 for sample in self.samples) / len(self.samples))
+        return _over_batches([sample.explained for sample in self.samples])
 
     @property
     def bend(self) -> float:
@@ -275,41 +271,23 @@ class Ledger:
         rows = self.rows[:_SHOWN]
         # Of one batch the signed error is the whole; over batches it is the root of the sum of squares.
         scale = math.sqrt(sum(row.squares for row in self.rows)) if len(self.samples) > 1 else abs(self.measured)
-        saves = any(row.saves is not None for row in self.rows)
-        table = columns(
-            (
-                "part",
-                "contribution",
-                "rounding",
-                "bend",
-                "share",
-                *(["an override saves"] if saves else []),
-                "computes",
-                "node",
-                "module",
-                "source",
-                "why",
-                "otherwise",
-            ),
-            [
-                (
-                    f"{row.contribution / scale:+.1%}" if scale else "-",
-                    f"{row.contribution:+.2e}",
-                    f"{row.rounding:+.2e}",
-                    f"{row.bend:+.2e}",
-                    f"{row.share:.1%}",
-                    *([_saves(row)] if saves else []),
-                    row.compute,
-                    row.node + (" (backward)" if row.backward else ""),
-                    row.module,
-                    row.source,
-                    row.why,
-                    "" if row.other is None else str(row.other),
-                )
-                for row in rows
-            ],
-        )
-        parts: list[RenderableType] = [table]
+        cells: dict[str, Callable[[Row], str]] = {
+            "part": lambda row: f"{row.contribution / scale:+.1%}" if scale else "-",
+            "contribution": lambda row: f"{row.contribution:+.2e}",
+            "rounding": lambda row: f"{row.rounding:+.2e}",
+            "bend": lambda row: f"{row.bend:+.2e}",
+            "share": lambda row: f"{row.share:.1%}",
+            "an override saves": _saves,
+            "computes": lambda row: row.compute,
+            "node": lambda row: row.node + (" (backward)" if row.backward else ""),
+            "module": lambda row: row.module,
+            "source": lambda row: row.source,
+            "why": lambda row: row.why,
+            "otherwise": lambda row: "" if row.other is None else str(row.other),
+        }
+        if all(row.saves is None for row in self.rows):  # nobody asked for it
+            del cells["an override saves"]
+        parts: list[RenderableType] = [table(cells, rows)]
         if len(self.rows) > len(rows):
             parts.append(f"and {len(self.rows) - len(rows)} more rows: ledger.rows, ledger.folded()")
         parts += [f"Route: {route}" for route in self.routes[:_SHOWN]]
@@ -334,6 +312,10 @@ class Ledger:
         top = self.rows[0]
         size = f"{top.contribution / self.measured:+.0%} of it" if one and self.measured else f"{top.share:.0%} of it"
         return f"{error}; {abs(self.bend):.2%} of it is bend; largest: {top.node}, {size}"
+
+
+def _over_batches(errors: Sequence[float]) -> float:
+    return errors[0] if len(errors) == 1 else math.sqrt(sum(error**2 for error in errors) / len(errors))
 
 
 def _saves(row: Row) -> str:

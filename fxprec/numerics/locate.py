@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from fxprec.capture.pytrees import leaves_of
 from fxprec.inspection.nodes import op_name
 from fxprec.inspection.text import as_json
-from fxprec.numerics.births import Birth, Source, Swallow, dense, first_of, is_finite
+from fxprec.numerics.births import Birth, Source, Swallow, dense, is_finite
 from fxprec.numerics.cures import Cure, Search, code_cure, in_bfloat16, policy_cure, smaller_scale
 from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
-from fxprec.numerics.step import Results, Run, TrainingStep
+from fxprec.numerics.step import Births, Results, Run, TrainingStep
 from fxprec.passes.graph.annotations import module_path
 from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.loss_scaler import LossScaler
-from fxprec.tape.operation import OpOrigin
 from fxprec.tape.recorder import Decision, line_of
 
 #: Numbers that Python read, of which so many are printed.
@@ -270,12 +269,7 @@ def _bad_weight(step: TrainingStep) -> Finding | None:
     """Return a finding about a parameter that is not finite, although nothing of that reached the loss."""
     for name, parameter in step.model.named_parameters():
         if not is_finite(parameter.detach()):
-            bad = ~dense(parameter.detach()).isfinite()
-            share, index = float(bad.sum() / bad.numel()), first_of(bad)
-            birth = Birth(
-                0, OpOrigin("weight", name), "", "came in", parameter.dtype, math.nan, "", share,
-                Source("weight", name), index=index,
-            )  # fmt: skip
+            birth = Births((), {}).came_in(dense(parameter.detach()), Source("weight", name))
             return _finding(step, birth, "", fails_in_fp32=False)
     return None
 
@@ -318,19 +312,18 @@ def _finding(
     info = torch.finfo(birth.dtype)
     remarks = [*birth.remarks]
     if swallowed is not None and swallowed.example:
-        remarks.insert(0, f"{_place(swallowed)} gives {swallowed.example}")
+        line = line_of(swallowed.origin)
+        remarks.insert(0, f"{swallowed.name}{f' ({line})' if line else ''} gives {swallowed.example}")
     if birth.flushed is not None:
         earlier = birth.flushed
         remarks.append(
             f"{earlier.origin.name} gave 0 before, for values up to {earlier.magnitude:.3g}: {earlier.example}"
         )
-    backward = origin.backward
-    kind: Any = "overflow" if birth.kind == "meant" else birth.kind
-    phase: Any = "backward" if backward else "forward" if source is None else source.phase
+    phase: Any = "backward" if origin.backward else "forward" if source is None else source.phase
     # An overflow of gradients that a smaller scale cures is no fault of the op.
     smaller = smaller_scale(step, birth)
-    if smaller is not None:
-        kind = "scale too large"
+    kind: Any = "overflow" if birth.kind == "meant" else birth.kind
+    kind = kind if smaller is None else "scale too large"
     cure = _cure(step, birth, kind, smaller, fails_in_fp32)
     return Finding(
         phase=phase,
@@ -357,12 +350,6 @@ def _finding(
     )
 
 
-def _place(swallowed: Swallow) -> str:
-    """Write an op with its line: ``truediv (net.py:9)``."""
-    source = line_of(swallowed.origin)
-    return swallowed.name + (f" ({source})" if source else "")
-
-
 def _cure(step: TrainingStep, birth: Birth, kind: str, smaller: float | None, fails_in_fp32: bool) -> Cure:
     origin = birth.origin
     if kind == "came in":
@@ -386,7 +373,10 @@ def _cure(step: TrainingStep, birth: Birth, kind: str, smaller: float | None, fa
             "leave a key of each row unmasked, or a large negative number such as -1e4 in the mask in place of -inf"
         )
     if kind == "underflow" and origin.backward:
-        scale = _larger_scale(step, birth)
+        # A loss scale lifts the largest value that was lost 8 bits above the smallest number.
+        info = torch.finfo(birth.dtype)
+        wanted = 2**8 * info.smallest_normal * info.eps / birth.magnitude
+        scale = step.scale * 2.0 ** max(1, math.ceil(math.log2(wanted)))
         if not step.at(scale).as_it_is().is_finite:
             return Cure(in_bfloat16(step))
         return Cure(
@@ -406,10 +396,3 @@ def keep_finite(model: nn.Module, loss: Loss | None, batches: Iterable[Batch]) -
         tried = None if fault is None else Search(step).nodes(fault[0])
         found |= dict.fromkeys(name for _, name in (tried.chosen or {})) if tried is not None else {}
     return [*found]
-
-
-def _larger_scale(step: TrainingStep, birth: Birth) -> float:
-    """Return a loss scale that lifts the largest value that was lost 8 bits above the smallest number."""
-    info = torch.finfo(birth.dtype)
-    wanted = 2**8 * info.smallest_normal * info.eps / birth.magnitude
-    return step.scale * 2.0 ** max(1, math.ceil(math.log2(wanted)))

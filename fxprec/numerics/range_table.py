@@ -6,8 +6,8 @@ Advice goes by what float16 would lose of values that FP32 can hold.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxprec.inspection.measured import Subject
-from fxprec.inspection.text import as_json, columns, layers_together, plain, stacked, titled
+from fxprec.inspection.text import as_json, layers_together, plain, stacked, table, titled
 from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.scale import LARGEST_SCALE, SMALLEST_SCALE
 
@@ -70,9 +70,7 @@ class Magnitudes:
         return sum(count for each, count in self.exponents.items() if each + 1 <= exponent)
 
     def __add__(self, other: Magnitudes) -> Magnitudes:
-        exponents = dict(self.exponents)
-        for exponent, count in other.exponents.items():
-            exponents[exponent] = exponents.get(exponent, 0) + count
+        exponents = Counter(self.exponents) + Counter(other.exponents)
         return Magnitudes(
             exponents=dict(sorted(exponents.items())),
             zeros=self.zeros + other.zeros,
@@ -158,17 +156,14 @@ class Tally:
             ends = torch.stack([e for n in numbers for e in (tallies[n]._smallest, tallies[n]._largest)]).tolist()
             for position, number in enumerate(numbers):
                 smallest, largest = ends[2 * position : 2 * position + 2]
-                found[number] = _magnitudes(counts[position], tallies[number]._layout, smallest, largest)
+                zeros, nans, saturated, overflowed, *exponents = counts[position]
+                infinite = exponents.pop() - nans  # the last value of the bits, which no number has
+                # Zeros have the exponent of subnormal numbers, and are counted apart.
+                exponents[0] -= zeros
+                bias = tallies[number]._layout.bias
+                known = {each - bias: count for each, count in enumerate(exponents) if count}
+                found[number] = Magnitudes(known, zeros, infinite, nans, saturated, overflowed, smallest, largest)
         return [found[number] for number in range(len(tallies))]
-
-
-def _magnitudes(counts: list[int], layout: _Layout, smallest: float, largest: float) -> Magnitudes:
-    exponents, zeros, nans = counts[_FIRST:], counts[_ZEROS], counts[_NANS]
-    infinite = exponents.pop() - nans  # the last value of the bits, which no number has
-    # Zeros have the exponent of subnormal numbers, and are counted apart.
-    exponents[0] -= zeros
-    found = {each - layout.bias: count for each, count in enumerate(exponents) if count}
-    return Magnitudes(found, zeros, infinite, nans, counts[_SATURATED], counts[_OVERFLOWED], smallest, largest)
 
 
 def can_count(value: object) -> bool:
@@ -390,14 +385,9 @@ class Ranges:
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = [f"  {reason}" for reason in self.reasons]
         parts += [f"Warning: {warning}" for warning in self.warnings]
-        names = (
-            "margin", "headroom", "footroom", "largest", "zeros", "flushed", "subnormal", "saturated", "computes",
-            "node", "module", "source",
-        )  # fmt: skip
-        rows = self.rows[:_SHOWN]
-        parts.append(columns(names, map(_cells, rows)))
-        if len(self.rows) > len(rows):
-            parts.append(f"and {len(self.rows) - len(rows)} more rows: ranges.rows, ranges.folded()")
+        parts.append(table(_CELLS, self.rows[:_SHOWN]))
+        if (more := len(self.rows) - _SHOWN) > 0:
+            parts.append(f"and {more} more rows: ranges.rows, ranges.folded()")
         parts += [f"Note: {remark}" for remark in self.remarks]
         return titled(self.headline, stacked(parts))
 
@@ -407,21 +397,22 @@ def tightest_first(rows: Iterable[Range]) -> tuple[Range, ...]:
     return tuple(sorted(rows, key=lambda row: row.margin))
 
 
-def _cells(row: Range) -> tuple[str, ...]:
-    return (
-        f"{row.margin:.1f}",
-        f"{row.headroom:.1f}",
-        f"{row.footroom:.1f}",
-        f"{row.values.largest:.2e}",
-        percent(row.zeros),
-        "-" if row.flushed is None else percent(row.flushed),
-        percent(row.subnormal),
-        percent(row.saturated),
-        row.dtype,
-        row.node + {"forward": "", "backward": " (gradient)" if row.kind == "weight" else " (backward)"}[row.phase],
-        row.module,
-        row.source,
-    )
+_BACKWARD: Final = {"node": " (backward)", "outside": " (backward)", "weight": " (gradient)"}
+#: Columns of the printed table.
+_CELLS: Final[dict[str, Callable[[Range], str]]] = {
+    "margin": lambda row: f"{row.margin:.1f}",
+    "headroom": lambda row: f"{row.headroom:.1f}",
+    "footroom": lambda row: f"{row.footroom:.1f}",
+    "largest": lambda row: f"{row.values.largest:.2e}",
+    "zeros": lambda row: percent(row.zeros),
+    "flushed": lambda row: "-" if row.flushed is None else percent(row.flushed),
+    "subnormal": lambda row: percent(row.subnormal),
+    "saturated": lambda row: percent(row.saturated),
+    "computes": lambda row: row.dtype,
+    "node": lambda row: row.node + (_BACKWARD[row.kind] if row.phase == "backward" else ""),
+    "module": lambda row: row.module,
+    "source": lambda row: row.source,
+}
 
 
 def percent(share: float) -> str:

@@ -245,11 +245,8 @@ def _named_as(rows: list[Range], seen: list[Range]) -> list[Range]:
     """Return rows of a model's copy under the model's own names; other casts are named after what they cast."""
     # Reasons must name nodes that the user finds in the model, not in our copy of it.
     names = {_place(row): row.node for row in rows}
-
-    def named(row: Range) -> str:
-        return names.get(_place(row), row.node.removesuffix("_bf16") if row.op == "cast" else row.node)
-
-    return [replace(row, node=named(row)) for row in seen]
+    copies = ((row, row.node.removesuffix("_bf16") if row.op == "cast" else row.node) for row in seen)
+    return [replace(row, node=names.get(_place(row), name)) for row, name in copies]
 
 
 def _place(row: Range) -> tuple[str, ...]:

@@ -232,18 +232,13 @@ def _times(models: Sequence[nn.Module], loss: Loss | None, batches: Sequence[Bat
         while True:
             for batch in batches:
                 for model, own in zip(models, taken, strict=True):
-                    own.append(_seconds_of_step(Problem(model, loss), batch))
+                    began = clock.perf_counter()
+                    values, _ = Problem(model, loss).step(batch, 1.0)
+                    if values[0].is_cuda:
+                        torch.cuda.synchronize(values[0].device)
+                    own.append(clock.perf_counter() - began)
             if clock.perf_counter() > until:
                 return [statistics.median(own) for own in taken]
-
-
-def _seconds_of_step(problem: Problem, batch: Batch) -> float:
-    """Return the seconds of forward and, where weights want gradients, backward."""
-    began = clock.perf_counter()
-    values, _ = problem.step(batch, 1.0)
-    if values[0].is_cuda:
-        torch.cuda.synchronize(values[0].device)
-    return clock.perf_counter() - began
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,19 +283,18 @@ class Study:
             low = {node.name: settings.dtype for node in trade.choices if not _is_served(node, context)}
             trial = under(problem.model, policy=policy.override(nodes=low), lower="always")
             reads = InputErrors(settings.dtype)
-            ledger, fault = None, None
+            ledger: Ledger | NotFiniteError
             try:
                 ledger = ledger_of(Problem(trial, problem.loss), batches, opened=True, reads=reads, signs=True)
             except NotFiniteError as error:
-                fault = error
-            if ledger is None or ledger.swallowed:
+                ledger = error
+            if isinstance(ledger, NotFiniteError) or ledger.swallowed:
                 more = [name for name in keep_finite(trial, problem.loss, batches) if name not in in_fp32]
                 in_fp32 += more
                 if more:
                     continue
-            if ledger is None:
-                assert fault is not None
-                raise fault
+            if isinstance(ledger, NotFiniteError):
+                raise ledger
             low_graphs = [captured.gm for captured in conversion_of(trial).captured]
             squares, constant = _squares(ledger, low_graphs, graphs, trade)
             trade = TradeOff(
@@ -308,14 +302,6 @@ class Study:
             )
             modules = frozenset(name for name, _ in problem.model.named_modules())
             return cls(graphs, context, settings.lower, trade, constant, tuple(in_fp32), modules)
-
-    @property
-    def all_low(self) -> list[bool]:
-        """Assignment in which no choice is FP32."""
-        full = [*self.trade.cut(0.0).full]
-        for variable in self.trade.choices.values():
-            full[variable] = False
-        return full
 
     def decided(self, policy: Policy) -> Outcome:
         """Return the error and the time that a policy gives."""
@@ -335,7 +321,8 @@ class Study:
         for leads in (True, False, False):
             self.decided(self.context.policy.override(nodes=nodes))
             for node, full in known.items():
-                follows = not _leads(node) and (leads or facts_of(notes(node).op.name).view)
+                facts = facts_of(notes(node).op.name)
+                follows = facts.rule not in (Rule.LOW, Rule.FULL) and (leads or facts.view)
                 if computes_full(node) is full or follows or (not full and _is_served(node, self.context)):
                     continue
                 nodes[node.name] = torch.float32 if full else self.context.low
@@ -407,10 +394,8 @@ class Study:
         if all(reached.full[v] for v in variables) and not (base is start and all(start.full[v] for v in variables)):
             yield "all is FP32, as at level O0: by these costs nothing gains from being lower"
         yield f"times by the costs of {self.context.costs}; python -m fxprec calibrate measures those of this machine"
-        if reached.full != wanted.full:
-            others = sum(reached.full[v] is not wanted.full[v] for v in set(self.trade.choices.values()))
-            if others:
-                yield f"{others} ops that only move values, or read low and compute in FP32, were left to convert"
+        if others := sum(reached.full[v] is not wanted.full[v] for v in variables):
+            yield f"{others} ops that only move values, or read low and compute in FP32, were left to convert"
         if reached.square > wanted.square * (1 + 1e-9) or reached.seconds > wanted.seconds * (1 + 1e-9):
             error, limit = (math.sqrt(each.square + self.constant) for each in (reached, wanted))
             yield (
@@ -452,8 +437,7 @@ def _squares(
 
     What a cast loses counts for what it casts.
     """
-    names = _names_in(graphs)
-    made = [{place.name: place.node for place in places(0, gm)} for gm in low]
+    names, made = _names_in(graphs), _names_in(low)
     # The low copy of a weight rounds for all its readers: its error is that of the weight's node.
     weights = {weight_path(node): node for known in names for node in known.values() if node.op == "get_attr"}
     squares: dict[Node, float] = defaultdict(float)
@@ -523,8 +507,3 @@ def _is_served(node: Node, context: Context) -> bool:
     """Return whether a kernel reads and writes low, and computes in FP32 inside: its dtypes follow from others."""
     row = facts_of(notes(node).op.name)
     return context.native_mixed and (context.device in row.mixed or row.dtype_keyword)
-
-
-def _leads(node: Node) -> bool:
-    """Return whether the dtypes of others follow from the op's, and not its from theirs."""
-    return facts_of(notes(node).op.name).rule in (Rule.LOW, Rule.FULL)

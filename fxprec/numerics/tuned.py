@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fxprec.inspection.figures import count
-from fxprec.inspection.text import as_json, columns, few, folded, plain, stacked, titled
+from fxprec.inspection.text import as_json, few, folded, plain, stacked, table, titled
 from fxprec.passes.policy.policy import Policy
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 _SHOWN: Final = 20
 #: Modules that are named for one.
 _PLACES: Final = 3
-_COLUMNS: Final = ("error saved", "time", "becomes", "override", "nodes", "ops", "modules")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +65,6 @@ def _written(lines: Sequence[Line]) -> tuple[str, str]:
     return f"[{kind}]", f"{json.dumps(pattern, ensure_ascii=False)} = {json.dumps(lines[0].precision)}"
 
 
-def _cells(lines: Sequence[Line]) -> tuple[str, ...]:
-    kind, pattern = lines[0].override
-    words = f"{kind} {pattern}"
-    return (
-        f"{_share(lines):+.2%}",
-        _time(lines),
-        lines[0].precision,
-        words,
-        str(len(lines)),
-        _ops(lines),
-        _places(lines),
-    )
-
-
 def _share(lines: Sequence[Line]) -> float:
     return sum(line.share for line in lines)
 
@@ -94,6 +79,18 @@ def _ops(lines: Sequence[Line]) -> str:
 
 def _places(lines: Sequence[Line]) -> str:
     return few(folded(line.module for line in lines if line.module), _PLACES)
+
+
+#: Columns of the printed table, a row for the lines of an override.
+_COLUMNS: Final[dict[str, Callable[[Sequence[Line]], str]]] = {
+    "error saved": lambda lines: f"{_share(lines):+.2%}",
+    "time": _time,
+    "becomes": lambda lines: lines[0].precision,
+    "override": lambda lines: " ".join(lines[0].override),
+    "nodes": lambda lines: str(len(lines)),
+    "ops": _ops,
+    "modules": _places,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +154,10 @@ class Tuned:
         convert = [f"Convert with: {self.how}"] if self.how else []
         text = [f"# {line}" for line in (self.headline, *self.remarks, *convert)]
         # A reason stands behind the line that it is of; equal lines of two tables differ by the table.
-        why, table = {_written(lines): told(lines, self.against) for lines in self.overrides()}, ""
+        why, within = {_written(lines): told(lines, self.against) for lines in self.overrides()}, ""
         for line in self.policy.to_toml().splitlines():
-            table = line if line.startswith("[") else table
-            text.append(f"{line}  # {why[table, line]}" if (table, line) in why else line)
+            within = line if line.startswith("[") else within
+            text.append(f"{line}  # {why[within, line]}" if (within, line) in why else line)
         return "\n".join([*text, ""])
 
     def overrides(self) -> list[tuple[Line, ...]]:
@@ -191,7 +188,7 @@ class Tuned:
 
     def __rich__(self) -> RenderableType:
         overrides = self.overrides()
-        parts: list[RenderableType] = [columns(_COLUMNS, map(_cells, overrides[:_SHOWN]))]
+        parts: list[RenderableType] = [table(_COLUMNS, overrides[:_SHOWN])]
         if len(overrides) > _SHOWN:
             parts.append(f"and {len(overrides) - _SHOWN} more lines: tuned.to_toml(); tuned.lines has every node")
         parts += [f"Note: {remark}" for remark in self.remarks]
