@@ -25,11 +25,10 @@ from fxprec.numerics.routes import OwnWay, Routes, own_way
 from fxprec.numerics.step import compared
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
-from fxprec.tape.adjoint import ErrorTerm, measured, opened, terms
+from fxprec.tape.adjoint import ErrorTerm, inner, measured, opened, terms
 from fxprec.tape.memory import TensorPlace, difference
 from fxprec.tape.operation import OpOrigin
 from fxprec.tape.recorder import Decision, OpRecorder, line_of, record
-from fxprec.tape.vjp import inner
 
 #: Of the error: what stands in a bend for want of a derivative and is less is not remarked on.
 _NOTABLE: Final = 0.01

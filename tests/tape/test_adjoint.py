@@ -16,12 +16,11 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fxprec.tape import vjp
-from fxprec.tape.adjoint import measured, terms
+from fxprec.tape.adjoint import _LINEAR, _PRODUCTS, OpResult, inner, measured, pull, terms
 from fxprec.tape.exact_ops import EXACT, draws
 from fxprec.tape.memory import TensorPlace
 from fxprec.tape.operation import Operation, OpOrigin
 from fxprec.tape.recorder import OpRecorder
-from fxprec.tape.vjp import _LINEAR, _PRODUCTS, OpResult, inner, pull
 from fxprec.torch_internals import aten_to_copy
 
 OPS = [
