@@ -28,7 +28,6 @@ from fxprec.scaling.scale import (
     TORCH_KEYS,
     checked_bounds,
     checked_count,
-    checked_interval,
     checked_scale,
 )
 from fxprec.torch_internals import growth_tracker
@@ -295,7 +294,7 @@ class AmpLossScaler:
         scale, unskipped = checked_entry("the loss scaler", {"loss_scale": scale, "unskipped": unskipped})
         changed = replace(self.scaler._scales.rule, **rule)
         low, high = checked_bounds(changed.min_scale, scale, changed.max_scale)
-        checked_interval("growth_interval", changed.growth_interval)
+        checked_count("growth_interval", changed.growth_interval, 1)
         # All is checked: from here on nothing is refused.
         self.scaler._scales.rule = replace(changed, min_scale=low, max_scale=high)
         self.scaler._records.on_floor = _on_floor(low)

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from fxprec.errors import LossScaleFloorError
 from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.scaling.gradients import local_values, parameters_of
-from fxprec.scaling.scale import SMALLEST_SCALE, checked_count, checked_interval, checked_scale
+from fxprec.scaling.scale import SMALLEST_SCALE, checked_count, checked_scale
 from fxprec.torch_internals import foreach_copy_
 
 #: What a dynamic scale starts with here, unless ``dynamic_loss_args`` says otherwise.
@@ -115,7 +115,7 @@ class DynamicLossScaler(StaticLossScaler):
         super().__init__(checked_scale("init_scale", init_scale))
         if checked_scale("scale_factor", scale_factor) <= 1:
             raise ValueError(f"scale_factor must be greater than 1, not {scale_factor!r}")
-        self.scale_factor, self.scale_window = float(scale_factor), checked_interval("scale_window", scale_window)
+        self.scale_factor, self.scale_window = float(scale_factor), checked_count("scale_window", scale_window, 1)
         self.min_loss_scale = checked_scale("min_loss_scale", min_loss_scale) if min_loss_scale else SMALLEST_SCALE
         self.max_loss_scale = math.inf if max_loss_scale is None else checked_scale("max_loss_scale", max_loss_scale)
         # apex begins within the bounds, too.

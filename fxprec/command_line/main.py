@@ -305,20 +305,15 @@ def _converted(options: argparse.Namespace, target: Target) -> nn.Module:
     dtype = None if options.dtype is None else _DTYPES[options.dtype]
     if (method := _method(options)) != "forward":  # the batches are its arguments, and not those of forward
         return convert(target.model, level=options.level, policy=policy, dtype=dtype, methods=(method,)).module
-    example = _inputs(target.batches[0], target.loss is not None) if target.batches else None
+    # The sizes that the report tells of; a dict has no order of arguments.
+    batch = target.batches[0] if target.batches else None
+    example = tuple(batch[: len(batch) - (target.loss is not None)]) if isinstance(batch, tuple | list) else None
     return convert(target.model, example, level=options.level, policy=policy, dtype=dtype).module
 
 
 def _method(options: argparse.Namespace) -> str:
     """Return the method that a command runs: for most there is no choice."""
     return getattr(options, "method", "forward")
-
-
-def _inputs(batch: Batch, with_target: bool) -> tuple[Any, ...] | None:
-    """Return example inputs of a batch that is no dict: the sizes that the report tells of."""
-    if not isinstance(batch, tuple | list):
-        return None
-    return tuple(batch[:-1] if with_target else batch)
 
 
 def _report(options: argparse.Namespace, waiting: Waiting) -> int:
@@ -568,13 +563,12 @@ def _calibrate(options: argparse.Namespace, waiting: Waiting) -> int:
 
 
 def _cost_table(costs: DeviceCosts) -> str:
-    names = ("work", "size", *map(dtype_name, costs.curves))
-    return plain(titled(str(costs), columns(names, _cost_rows(costs))))
-
-
-def _cost_rows(costs: DeviceCosts) -> Iterator[tuple[str, ...]]:
+    rows: list[list[str]] = []
     for work in Work:
-        sizes = {size for of_work in costs.curves.values() if work in of_work for size, _ in of_work[work].points}
+        curves = [of_work.get(work) for of_work in costs.curves.values()]
+        sizes = {size for curve in curves if curve is not None for size, _ in curve.points}
         for size in sorted(sizes):
-            times = (time_text(of_work[work](size)) if work in of_work else "-" for of_work in costs.curves.values())
-            yield str(work), f"{size:.3g}", *times
+            times = ["-" if curve is None else time_text(curve(size)) for curve in curves]
+            rows.append([str(work), f"{size:.3g}", *times])
+    names = ("work", "size", *map(dtype_name, costs.curves))
+    return plain(titled(str(costs), columns(names, rows)))

@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from fxprec.model.conversion import is_converted
 from fxprec.model.warm_up import values_kept
@@ -68,20 +68,16 @@ def _checking(gm: GraphModule, ran: list[str]) -> NodeByNode:
         value = run()
         if not isinstance(value, GraphModule):
             ran.append(node.name)
-            _check(node.name, node.node, value)
+            if (found := find_disagreement(node.node, value)) is not None:
+                precision = notes(node.node).precision
+                raise AssertionError(
+                    f"node %{node.name} ({node.node.format_node()}): got {dtype_name(found.got)}, expected "
+                    f"{dtype_name(found.stated)}"
+                    + (f" ({precision.rule}: {precision.why})" if precision is not UNDECIDED else "")
+                )
         return value
 
     return NodeByNode(gm, look)
-
-
-def _check(name: str, node: Node, value: Any) -> None:
-    found = find_disagreement(node, value)
-    if found is not None:
-        precision = notes(node).precision
-        raise AssertionError(
-            f"node %{name} ({node.format_node()}): got {dtype_name(found.got)}, expected {dtype_name(found.stated)}"
-            + (f" ({precision.rule}: {precision.why})" if precision is not UNDECIDED else "")
-        )
 
 
 def _checking_lift(ran: list[str]) -> Callable[..., Program]:
@@ -141,13 +137,8 @@ class _Counting(OpMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is aten_to_copy:
-            source, target = args[0], kwargs.get("dtype")
-            if (
-                target is not None
-                and target != source.dtype
-                and target.is_floating_point
-                and source.is_floating_point()
-            ):
+            source, target = args[0], kwargs.get("dtype") or args[0].dtype
+            if target != source.dtype and target.is_floating_point and source.is_floating_point():
                 self._count_cast(source)
         elif func is aten_foreach_copy_:
             self.count.refreshes += any(a.dtype != b.dtype for a, b in zip(args[0], args[1], strict=True))
@@ -157,10 +148,9 @@ class _Counting(OpMode):
         node = current_autograd_node()
         # A checkpoint recomputes its forward while a node of the backward runs, but with gradients enabled.
         if node is not None and (node.name().startswith("ToCopyBackward") or not torch.is_grad_enabled()):
-            if _leads_to_parameter(node):
-                self.count.weight_gradients += 1
-            else:
-                self.count.gradients += 1
+            of_weight = _leads_to_parameter(node)
+            self.count.weight_gradients += of_weight
+            self.count.gradients += not of_weight
         # Autocast casts a transposed or sliced weight as often as the weight itself.
         elif isinstance(source, nn.Parameter) or isinstance(view_base(source), nn.Parameter):
             self.count.weights += 1
@@ -228,7 +218,12 @@ def assert_rule_holds(
     # An op that stays in its dtypes loses nothing that rounding could explain.
     if wanted is None or wanted is torch.float32:
         return
-    exact, rounded = _references(what, reference or kernel, given, (args, kwargs), gradients)
+    # Of the arguments, and of those that the kernel got, where only rounding differs.
+    pairs = ((args, kwargs), given)
+    try:
+        exact, rounded = (_run(reference or kernel, _in(torch.float64, each), gradients) for each in pairs)
+    except Exception as error:
+        raise ValueError(f"{what}: its kernel does not take float64 ({error}): give a reference= that does") from error
     for name, got, true, ideal in zip(("result", "gradient"), found, exact, rounded, strict=True):
         for number, (ours, theirs, best) in enumerate(zip(got, true, ideal, strict=True)):
             _check_error(f"{what}: in {dtype_name(wanted)} {name} {number}", ours, theirs, best)
@@ -278,14 +273,6 @@ def _check_fake(what: str, kernel: Callable[..., Any], given: Any, found: Sequen
             f"{what}: its kernel puts out {dtype_name(tuple(got))}, and its fake implementation says "
             f"{dtype_name(tuple(stated))}: what reads it would be cast wrong"
         )
-
-
-def _references(what: str, function: Callable[..., Any], given: Any, arguments: Any, gradients: bool) -> Any:
-    """Return results in float64: of the arguments, and of those that the kernel got, where only rounding differs."""
-    try:
-        return tuple(_run(function, _in(torch.float64, each), gradients) for each in (arguments, given))
-    except Exception as error:
-        raise ValueError(f"{what}: its kernel does not take float64 ({error}): give a reference= that does") from error
 
 
 def _check_error(what: str, ours: Tensor, exact: Tensor, rounded: Tensor) -> None:

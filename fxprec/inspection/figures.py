@@ -192,17 +192,14 @@ def regions_of(gm: GraphModule) -> tuple[RegionReport, ...]:
     for graph in every_graph(gm):
         for node in graph.graph.find_nodes(op="call_module"):
             region = graph.get_submodule(str(node.target))
-            if isinstance(region, FusedRegion):
-                found.append(_region(region))
+            if not isinstance(region, FusedRegion):
+                continue
+            nodes = len([each for each in region.graph_module.graph.nodes if each.op not in ("placeholder", "output")])
+            # The last plan is that of the last inputs; op by op there is none.
+            plan = region.plans[-1] if region.plans and region.path in ("triton", "loops") else None
+            moved = (count_kernels(plan), *bytes_moved(plan)) if plan is not None else (0, 0, 0)
+            found.append(RegionReport(region.name, nodes, region.path, region.reason, *moved))
     return tuple(found)
-
-
-def _region(region: FusedRegion) -> RegionReport:
-    nodes = len([node for node in region.graph_module.graph.nodes if node.op not in ("placeholder", "output")])
-    # The last plan is that of the last inputs; op by op there is none.
-    plan = region.plans[-1] if region.plans and region.path in ("triton", "loops") else None
-    count, moved, bound = (count_kernels(plan), *bytes_moved(plan)) if plan is not None else (0, 0, 0)
-    return RegionReport(region.name, nodes, region.path, region.reason, count, moved, bound)
 
 
 def region_cells(region: RegionReport) -> tuple[str, ...]:

@@ -83,8 +83,7 @@ def _place(name: str) -> str:
 
 def _places(modules: Sequence[str]) -> str:
     """Write where modules are: ``in encoder.0-3.norm``."""
-    places = [_place(name) for name in folded(modules)]
-    return f"in {few(places, _PLACES)}"
+    return f"in {few([*map(_place, folded(modules))], _PLACES)}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -191,10 +190,7 @@ class Headline:
         if len(self.stays) > len(shown):
             yield "stays FP32", f"{len(self.stays) - len(shown)} more, in to_dict()"
         yield from self._traffic()
-        if self.costs:
-            yield "costs", self.costs
-        if self.regions:
-            yield "regions", self.regions
+        yield from ((label, text) for label, text in (("costs", self.costs), ("regions", self.regions)) if text)
         yield "activations", str(self.activations) + (f" (all {self.graphs} graphs)" if self.graphs > 1 else "")
         yield "weights", str(self.weights)
         if self.packed:
@@ -207,22 +203,18 @@ class Headline:
             "graphs",
             f"{self.graphs} from {count(self.captures, 'capture')}, {count(self.breaks, 'graph break')}{apart}",
         )
-        how = " (runs as it is)" if self.settings.startswith("O0") else " (runs under torch.autocast)"
+        level, *_ = self.settings.split(", ")
+        how = " (runs as it is)" if level == "O0" else " (runs under torch.autocast)"
         outside = [
             f"{where}: {why}" + ("" if RUNS_FP32 in why or RUNS_AS_TOLD in why else how)
             for where, why in self.net.items()
         ]
-        for what in _first("outside", outside):
-            yield "outside", what
-        for label, found in (
-            ("not static", self.not_static),
-            ("declined", self.declined),
-            ("not named", self.not_named),
-        ):
-            for what in _first(label, found):
-                yield label, what
-        for what in (*self.risks, *([self.slow] if self.slow else [])):
-            yield "risk", what
+        of_kinds = {"outside": outside, "not static": self.not_static, "declined": self.declined}
+        for label, found in (of_kinds | {"not named": self.not_named}).items():
+            yield from ((label, str(what)) for what in found[: _MOST[label]])
+            if (more := len(found) - _MOST[label]) > 0:
+                yield label, f"{more} more, in to_dict()"
+        yield from (("risk", what) for what in (*self.risks, self.slow) if what)
 
     def _traffic(self) -> Iterator[tuple[str, str]]:
         # Inserted casts are counted in the graph; those that run come from the rehearsal, which regions and views
@@ -287,14 +279,6 @@ def _numbers(nodes: Mapping[str, int]) -> str:
     return ", ".join(f"{number} in {dtype}" for dtype, number in nodes.items()) or "no floats"
 
 
-def _first(label: str, found: Sequence[object]) -> Iterable[str]:
-    """Yield as many texts as are shown of a kind, and how many more there are."""
-    most = _MOST[label]
-    yield from map(str, found[:most])
-    if len(found) > most:
-        yield f"{len(found) - most} more, in to_dict()"
-
-
 #: Graphs that were captured and did not serve for long: as many are called a risk.
 _OFTEN: Final = 8
 #: As many lines of the user's are named with one number.
@@ -336,12 +320,13 @@ def lost_constants(places: Iterable[NamedNode], low: torch.dtype) -> Iterator[st
             continue
         if (loss := _LOSSES.get(facts_at(node).numbers)) is None:
             continue
-        for number in _plain_operands(node):
-            if what := loss(number, low):
-                found.setdefault(f"{op_name(node)} with {number:g} in {dtype_name(low)}{what}", {})[
-                    source_line(node)
-                    # One text for a number however often it is written: its lines follow it.
-                ] = None
+        # A factor (``alpha=``) is no operand, and a tensor is FP32 and wins.
+        named = (node.kwargs.get(name) for name in ("other", "min", "max", "min_val", "max_val", "value", "fill_value"))
+        for number in (*node.args, *named):
+            if type(number) is float and math.isfinite(number) and (what := loss(number, low)):
+                # One text for a number however often it is written: its lines follow it.
+                text = f"{op_name(node)} with {number:g} in {dtype_name(low)}{what}"
+                found.setdefault(text, {})[source_line(node)] = None
     for text, lines in found.items():
         named = [line for line in lines if line]
         yield f"{text}: {few(named, _LINES)}" if named else text
@@ -352,14 +337,6 @@ def _is_low(node: Node, low: torch.dtype) -> bool:
     precision = notes(node).precision
     reads = precision.compute is None and any(shown_dtype(source) == dtype_name(low) for source in node.all_input_nodes)
     return reads or precision.compute is low
-
-
-def _plain_operands(node: Node) -> Iterator[float]:
-    """Yield the operands that are Python numbers: a factor (``alpha=``) is none, a tensor is FP32 and wins."""
-    named = (node.kwargs.get(name) for name in ("other", "min", "max", "min_val", "max_val", "value", "fill_value"))
-    for argument in (*node.args, *named):
-        if type(argument) is float and math.isfinite(argument):
-            yield argument
 
 
 def _added(number: float, low: torch.dtype) -> str:
@@ -382,8 +359,5 @@ def _compared(number: float, low: torch.dtype) -> str:
 
 #: By what the op table says that an op's numbers are: what low arithmetic makes of one, "" where nothing is lost.
 _LOSSES: Final[Mapping[str | None, Callable[[float, torch.dtype], str]]] = {
-    "added": _added,
-    "factors": _multiplied,
-    "compared": _compared,
-    "fill": _compared,
-}
+    "added": _added, "factors": _multiplied, "compared": _compared, "fill": _compared,
+}  # fmt: skip

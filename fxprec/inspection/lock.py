@@ -98,9 +98,10 @@ class Locked:
                 name = Name(heading, name.module, name.node)
                 dtypes[name], why[name] = dtype, reason
         # Line numbers move with any edit above them, and are left out of what is compared.
+        runs = "as it is" if conversion is not None and conversion.settings.policy.level == "O0" else "autocast"
         for where, reason in outside_of(conversion).items():
             name = Name(_OUTSIDE, " ".join(_LINE_NUMBER.sub("", where).split()), "")
-            dtypes[name], why[name] = "as it is" if settings.startswith("O0") else "autocast", reason
+            dtypes[name], why[name] = runs, reason
         return cls(settings, dtypes, why)
 
     @classmethod

@@ -83,14 +83,9 @@ class RehearsedRun(OpMode):
 
     @classmethod
     def of(
-        cls,
-        captured: Captured,
-        mode: FakeTensorMode,
-        device: str,
-        low: torch.dtype,
-        autocast: bool = False,
+        cls, captured: Captured, mode: FakeTensorMode, device: str, low: torch.dtype, autocast: bool = False,
         lowered: bool = False,
-    ) -> RehearsedRun:
+    ) -> RehearsedRun:  # fmt: skip
         """Run the program of a graph.
 
         Args:
@@ -154,17 +149,12 @@ class RehearsedRun(OpMode):
         result = func(*args, **(kwargs or {}))
         if func is aten_to_copy and args[0].is_floating_point() and result.is_floating_point():
             if args[0].dtype is not result.dtype:
-                self._count(args[0], result)
+                size = self._sized(result.numel() * result.itemsize)
+                weight = self._weights.get(storage_key(args[0]))
+                self.traffic += Traffic(1, size) if weight is None else Traffic(0, 0, 1, size)
+                if weight is not None:
+                    self._made.append((weakref.ref(result), weight))
         return result
-
-    def _count(self, source: Tensor, result: Tensor) -> None:
-        size = self._sized(result.numel() * result.itemsize)
-        weight = self._weights.get(storage_key(source))
-        if weight is None:
-            self.traffic += Traffic(1, size)
-        else:
-            self.traffic += Traffic(0, 0, 1, size)
-            self._made.append((weakref.ref(result), weight))
 
     def note(self, node: Node) -> None:
         """Note a node that is FP32 in ours, and low under autocast, unless it only moves values."""
@@ -240,8 +230,7 @@ class _Player(Interpreter):
         self._mode, self._counting, self._casts, self._within = mode, counting, casts, within
 
     def run_node(self, n: Node) -> Any:
-        # Under autocast the passes' casts are left out: autocast makes its own.
-        # The autocast side runs without our casts: each hands its input on.
+        # Autocast makes casts of its own: on its side each of ours hands its input on.
         if is_inserted(n) and not self._casts:
             value, maker = self.fetch_args_kwargs_from_env(n)[0][0], n.all_input_nodes[0]
             if notes(n).precision.output in LOW_DTYPES and _is_low(value):

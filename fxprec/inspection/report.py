@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -50,7 +50,7 @@ from fxprec.inspection.nodes import (
 from fxprec.inspection.prices import UNKNOWN, Prices
 from fxprec.inspection.rehearsal import HeldMemory, Rehearsal, rehearse
 from fxprec.inspection.text import columns, in_one, plain, stacked, titled, without_advice, without_figures
-from fxprec.inspection.unnamed import unnamed_methods
+from fxprec.inspection.unnamed import Unnamed, unnamed_methods
 from fxprec.model.captured import Captured, in_present_mode, of_last_call
 from fxprec.model.conversion import Conversion, conversion_of, is_converted
 from fxprec.model.graphs import captured_of, known_graphs
@@ -132,7 +132,12 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, strings and numbers, ready for json."""
-        found = json.loads(json.dumps(self, default=_fields_of))
+
+        # ``dataclasses.asdict`` copies all that a dataclass holds, three times as slowly.
+        def fields(part: Any) -> dict[str, Any]:
+            return {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
+
+        found = json.loads(json.dumps(self, default=fields))
         found["headline"]["verdict"] = self.headline.verdict()
         return found
 
@@ -209,9 +214,8 @@ class NodeTable:
             mode = f" ({graph.mode})" if headline.other_mode else ""
             title = f"graph {number} of {len(graphs)}{mode}: {method}({', '.join(graph.inputs)})"
             if graph.guarded:
-                more = len(graph.guarded) - _SHOWN
-                shown = [*graph.guarded[:_SHOWN], *([f"{more} more"] if more > 0 else [])]
-                title += f"\nguarded: {', '.join(shown)}"
+                more = f", {left} more" if (left := len(graph.guarded) - _SHOWN) > 0 else ""
+                title += f"\nguarded: {', '.join(graph.guarded[:_SHOWN])}{more}"
             # Shadows and absorbed casts cost nothing in a call, and would hide what does.
             rows = (
                 (row.node, row.module, row.op, row.compute, row.output, row.rule, row.why, row.source)
@@ -310,8 +314,7 @@ def _headline(
     kinds = Counter(row.kind for row in rows)
     computing = [row for row in rows if row.compute != "-"]
     captured = [each for gm, each in captured_of(model).items() if gm in graphs]
-    settings = conversion.settings if conversion else None
-    net, low = outside_of(conversion), dtype_name(settings.dtype) if settings else ""
+    net, low = outside_of(conversion), dtype_name(conversion.settings.dtype) if conversion else ""
     lowered = [row.op for row in computing if row.compute == low]
     return Headline(
         model=conversion.original_class.__name__ if conversion else type(model).__name__,
@@ -330,9 +333,7 @@ def _headline(
         folded=sum(graph_notes(each).folded for gm in graphs for each in every_graph(gm)),
         activations=sum((section.activations for section in sections), Activations()),
         weights=held,
-        rehearsal=_rehearsal(conversion, captured, held)
-        if conversion
-        else Rehearsal(unknown="unknown for a graph without its model"),
+        rehearsal=_rehearsal(conversion, captured, held),
         captures=conversion.captures if conversion else 1,
         graphs=len(graphs),
         breaks=sum("graph break" in why for why in net.values()),
@@ -340,38 +341,38 @@ def _headline(
         not_static=tuple(dict.fromkeys(_reason_line(why) for why in (conversion.declined if conversion else ()))),
         declined=tuple(dict.fromkeys(what for section in sections for what in section.declined)),
         methods=conversion.settings.methods if conversion else (),
-        not_named=tuple(_not_named(model, conversion)) if conversion else (),
+        not_named=tuple(map(str, _not_named(model, conversion))) if conversion else (),
         risks=tuple(risks_of(conversion, lowered, graphs)) if conversion else (),
         other_mode=other_mode,
         other_calls=other_calls,
         packed=_packed(conversion, graphs) if conversion else "",
-        slow=_slow(conversion, computing),
+        slow=conversion.settings.why_slow.partition(". ")[0] if conversion and lowered else "",
     )
 
 
-def _rehearsal(conversion: Conversion, captured: Sequence[Captured], held: Weights) -> Rehearsal:
+def _rehearsal(conversion: Conversion | None, captured: Sequence[Captured], held: Weights) -> Rehearsal:
     """Rehearse a call, beside eager autocast on the parameters as they were: O3 and ``freeze`` made FP32 ones low."""
+    if conversion is None:
+        return Rehearsal(unknown="unknown for a graph without its model")
     settings = conversion.settings
     lowered = settings.policy.lowers_parameters or conversion.frozen is not None
-    weights = sum(held.parameters.values())
+    own = sum(held.parameters.values())
     # Autocast would run on the FP32 weights, which O3 and ``freeze`` halved.
     widened = held.parameters.get(dtype_name(settings.dtype), 0) if lowered else 0  # as many bytes again make it FP32
     packed = 0 if conversion.packed is None else conversion.packed.nbytes
-    stays = HeldMemory(weights, held.shadow_bytes + packed)
-    return rehearse(captured, settings.device, settings.dtype, stays, weights + widened, lowered)
+    stays = HeldMemory(own, held.shadow_bytes + packed)
+    return rehearse(captured, settings.device, settings.dtype, stays, own + widened, lowered)
 
 
-def _not_named(model: nn.Module, conversion: Conversion) -> Iterator[str]:
-    """Say which methods run products in FP32 that graphs lower: none at O0, and none on weights that are low."""
+def _not_named(model: nn.Module, conversion: Conversion) -> list[Unnamed]:
+    """Return methods that run products in FP32 which graphs lower: none at O0, and none on weights that are low."""
     # Where all is FP32, or the weights themselves are low, no method runs in another dtype than a graph.
     policy = conversion.settings.policy
     if policy.level == "O0" or policy.lowers_parameters or conversion.frozen is not None:
-        return
+        return []
     modules = dict(model.named_modules())
     in_fp32 = (torch.float32, Rule.FULL, Rule.KEEP)
-    yield from map(
-        str, unnamed_methods(model, conversion.methods, lambda path: policy.of_module(path, modules) in in_fp32)
-    )
+    return unnamed_methods(model, conversion.methods, lambda path: policy.of_module(path, modules) in in_fp32)
 
 
 def _packed(conversion: Conversion, graphs: Iterable[GraphModule]) -> str:
@@ -408,11 +409,6 @@ def _stays(graphs: Iterable[Sequence[NodeRow]]) -> tuple[Stay, ...]:
     return tuple(_stay(rows, around) for (_, _, around), rows in ordered)
 
 
-def _fields_of(part: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass for json; ``dataclasses.asdict`` copies all they hold, three times as slowly."""
-    return {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
-
-
 def _stem(row: NodeRow) -> str:
     """Return a row's reason without what it says of other nodes."""
     return row.why.partition("; ")[0]
@@ -431,12 +427,6 @@ def _stay(rows: Sequence[NodeRow], around: str) -> Stay:
     ops = dict(Counter(row.op for row in rows).most_common())
     modules = {op: tuple(dict.fromkeys(row.module for row in rows if row.op == op)) for op in ops}
     return Stay(in_one([*map(_stem, rows)]), ops, modules, around)
-
-
-def _slow(conversion: Conversion | None, computing: Iterable[NodeRow]) -> str:
-    if conversion is None or not any(row.compute == dtype_name(conversion.settings.dtype) for row in computing):
-        return ""
-    return conversion.settings.why_slow.partition(". ")[0]
 
 
 def _cost_line(graphs: tuple[GraphModule, ...], rows: list[NodeRow]) -> str:

@@ -54,15 +54,10 @@ def clause_of(error: BaseException) -> str:
 
     Only the first sentence of its first line: what torch writes after it is advice for whoever wrote the failing call.
     """
-    return f"{type(error).__name__}: {clause}" if (clause := first_sentence(str(error))) else type(error).__name__
-
-
-def first_sentence(text: str) -> str:
-    """Return the first sentence of a text's first line, without its full stop, and not longer than a line bears."""
-    sentence = _SENTENCE_END.split(text.strip().partition("\n")[0], maxsplit=1)[0].rstrip(" .:;,")
-    if len(sentence) <= _CLAUSE:
-        return sentence
-    return f"{sentence[:_CLAUSE].rpartition(' ')[0] or sentence[:_CLAUSE]} ..."
+    sentence = _SENTENCE_END.split(str(error).strip().partition("\n")[0], maxsplit=1)[0].rstrip(" .:;,")
+    if len(sentence) > _CLAUSE:
+        sentence = f"{sentence[:_CLAUSE].rpartition(' ')[0] or sentence[:_CLAUSE]} ..."
+    return f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__
 
 
 def without_advice(text: str) -> str:

@@ -35,15 +35,13 @@ from fxprec.passes.ops.names import canonical_name
 from fxprec.passes.ops.table import facts_of
 
 #: Functions that give the elements of their arguments, and methods that give those of their object.
-_ELEMENTS: Final = frozenset(
-    {"enumerate", "zip", "reversed", "list", "tuple", "iter", "next", "sorted", "islice", "chain"}
-)
+_ELEMENTS: Final = frozenset("enumerate zip reversed list tuple iter next sorted islice chain".split())
 _CONTENTS: Final = frozenset({"values", "items", "children", "named_children", "modules", "named_modules"})
 #: Methods that keep what they get, and call nothing; and Python's own functions that call what they are given.
-_KEEP: Final = frozenset(
-    {"append", "extend", "insert", "add", "update", "setdefault", "add_module", "register_module", "register_buffer"}
-    | {"register_parameter", "load_state_dict"}
-)
+_KEEP: Final = frozenset({
+    "append", "extend", "insert", "add", "update", "setdefault", "add_module", "register_module", "register_buffer",
+    "register_parameter", "load_state_dict",
+})  # fmt: skip
 _CALL_IT: Final = frozenset({"map", "filter"})
 _FORWARD: Final = ("forward", "__call__")
 #: So often is a source gone through: ``child = child.next`` in a loop might never end.
@@ -247,7 +245,11 @@ class _Method:
                     owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
                     called, factors = [node.func], [*owner, *_arguments(node)]
                 case ast.Call():
-                    called = [node.func, *self._handed_on(node)]
+                    called = [node.func]
+                    # Beside an input an argument is likely to be called with that; a module alone is kept, or returned.
+                    given = [*_arguments(node)]
+                    others = [each for each in given if not self._all(each) and not isinstance(each, ast.Constant)]
+                    called += given if others and not _calls_nothing(node.func) else []
             for thing in self._all(*called):
                 if not thing.is_weight:
                     yield from self._called(thing)
@@ -261,13 +263,6 @@ class _Method:
             yield from [path] * self._sources.multiplies(thing.module)
         elif path and self._sources.runs_products(thing.module, thing.name) and self._sources.multiplies(thing.module):
             yield path if inside else f"{path}.{thing.name}"
-
-    def _handed_on(self, call: ast.Call) -> list[ast.expr]:
-        """Return the arguments that may be called, where there is another one that they may be called with."""
-        arguments = [*_arguments(call)]
-        # A module alone is kept or returned; beside an input it is likely to be called with that.
-        others = [each for each in arguments if not self._all(each) and not isinstance(each, ast.Constant)]
-        return arguments if others and not _calls_nothing(call.func) else []
 
     def _bind(self, node: ast.AST) -> None:
         """Let the names on the left stand for what is on the right, of loops for its elements."""
@@ -310,7 +305,9 @@ class _Method:
 
     def _attribute(self, owner: _Thing, name: str) -> _Thing | None:
         if owner.name:
-            return owner if owner.is_weight and _gives_same_numbers(name) else None
+            # A view or a cast of a weight has its numbers.
+            op = canonical_name(name, "call_method") if owner.is_weight else None
+            return owner if op is not None and (op.name == "to" or facts_of(op.name).view) else None
         module = owner.module
         if (child := module._modules.get(name)) is not None:
             return _Thing(f"{owner.path}.{name}".lstrip("."), child)
@@ -341,12 +338,6 @@ def _arguments(call: ast.Call) -> Iterator[ast.expr]:
 def _name_of(function: ast.expr) -> str:
     """Return the last name of what is called: ``linear`` of ``F.linear``."""
     return getattr(function, "attr", None) or getattr(function, "id", "")
-
-
-def _gives_same_numbers(name: str) -> bool:
-    """Return whether a method or attribute of a tensor of this name is a view or cast of it."""
-    op = canonical_name(name, "call_method")
-    return op is not None and (op.name == "to" or facts_of(op.name).view)
 
 
 def _calls_nothing(function: ast.expr) -> bool:

@@ -50,16 +50,9 @@ class AdamFormula(Formula):
         group = self.group
         lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(scalar, group["betas"])
         # In the order of the source's struct; corrections of the moments are computed here, in double precision.
-        numbers = [
-            scale,
-            1 - lr * decay if group["decoupled_weight_decay"] else decay,
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            1 / math.sqrt(1 - beta2**count),
-            group["eps"],
-            lr / (1 - beta1**count),
-        ]
+        left = 1 - lr * decay if group["decoupled_weight_decay"] else decay
+        corrections = 1 / math.sqrt(1 - beta2**count), group["eps"], lr / (1 - beta1**count)
+        numbers = [scale, left, 1 - beta1, beta2, 1 - beta2, *corrections]
         return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
 
@@ -136,14 +129,17 @@ class Adam(OnePass, torch.optim.Adam):
         self._become_one_pass(max_norm, foreach, fused, differentiable, low_gradients, compiled, stochastic_rounding)
 
     def _update(self, group: dict[str, Any], owners: list[Tensor], gradients: list[Tensor], step: StepInputs) -> None:
+        # max_exp_avg_sq, the last of the names, is there with amsgrad alone.
+        names = self._state_names[: 3 if group["amsgrad"] else 2]
         # States begin with the first update of a parameter, as torch's do: a skipped step makes none.
         states = [self.state[owner] for owner in owners]
         for owner, state in zip(owners, states, strict=True):
             if not state:
-                self._begin(owner, state, group)
-        # max_exp_avg_sq, the last of the names, is there with amsgrad alone.
-        names = ("step", *self._state_names[: 3 if group["amsgrad"] else 2])
-        lists = {name: [state[name] for state in states] for name in names}
+                # On the parameter's device: the kernel counts steps itself, so that a skipped one needs no sync.
+                state["step"] = torch.zeros((), dtype=torch.float32, device=owner.device)
+                like = {"dtype": self._state_dtype(owner, group), "memory_format": torch.preserve_format}
+                state |= {name: torch.zeros_like(owner, **like) for name in names}
+        lists = {name: [state[name] for state in states] for name in ("step", *names)}
         # A loaded checkpoint brings its own seed, and groups may have been added.
         of_states = None if self._low_states is None else Rounding(group[SEED], self._places())
         formula = AdamFormula(group, self._rounding_of(group), of_states)
@@ -151,14 +147,6 @@ class Adam(OnePass, torch.optim.Adam):
 
     def _state_dtype(self, owner: Tensor, group: Mapping[str, Any]) -> torch.dtype:
         return self._low_states or owner.dtype
-
-    def _begin(self, owner: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
-        """Initialize the state of a parameter with zero moments, as torch's fused implementation does."""
-        # On the parameter's device: the kernel counts steps itself, so that a skipped one needs no sync.
-        dtype = self._state_dtype(owner, group)
-        state["step"] = torch.zeros((), dtype=torch.float32, device=owner.device)
-        for name in self._state_names[: 3 if group["amsgrad"] else 2]:
-            state[name] = torch.zeros_like(owner, dtype=dtype, memory_format=torch.preserve_format)
 
 
 class AdamW(Adam, torch.optim.AdamW):

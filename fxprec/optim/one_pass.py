@@ -13,7 +13,7 @@ the loss scale and by the clipping factor as it reads it, and writes the shadow 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from numbers import Real
 from operator import attrgetter
@@ -37,11 +37,6 @@ _OF_ALL_GROUPS = ("max_norm", "state_dtype", "seed", "low_gradients", "compiled"
 
 _LABELS = {"triton": "Triton", "compiled": "compiled"}
 _is_sparse = attrgetter("is_sparse")
-
-
-def _refuse_own_options(group: dict[str, Any]) -> None:
-    if found := [name for name in _OF_ALL_GROUPS if name in group]:
-        raise ValueError(f"{', '.join(found)} in a parameter group: give it to the optimizer, it holds for all groups")
 
 
 class OnePass(Optimizer):
@@ -99,10 +94,8 @@ class OnePass(Optimizer):
         self.stochastic_rounding = bool(stochastic_rounding)
         self._plans = Plans()
         self._backends: dict[Kernel, Backend] = {
-            "triton": self._plans,
-            "compiled": CompiledUpdates(),
-            "torch": TorchUpdates(),
-        }
+            "triton": self._plans, "compiled": CompiledUpdates(), "torch": TorchUpdates(),
+        }  # fmt: skip
         self._low_gradients = checked_low_gradients(low_gradients)
         if self._low_gradients:
             self._wishes = [ask_for_low_gradients(parameters_of(self), self._low_gradients)]
@@ -145,10 +138,20 @@ class OnePass(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does, and ask for low gradients of its parameters if the optimizer wants them."""
-        _refuse_own_options(param_group)
+        if found := [name for name in _OF_ALL_GROUPS if name in param_group]:
+            raise ValueError(
+                f"{', '.join(found)} in a parameter group: give it to the optimizer, it holds for all groups"
+            )
         super().add_param_group(param_group)
         try:
-            refuse_complex(self.param_groups[-1]["params"], type(self).__name__)
+            # No fused kernel takes complex parameters, and a step would fail half-way.
+            for parameter in self.param_groups[-1]["params"]:
+                if parameter.requires_grad and parameter.is_complex():
+                    name = type(self).__name__
+                    raise TypeError(
+                        f"fxprec.optim.{name} takes real parameters, not one of shape {tuple(parameter.shape)} and "
+                        f"{parameter.dtype}: give it to torch.optim.{name}, in an optimizer of its own"
+                    )
             if self._low_gradients:
                 self._wishes.append(ask_for_low_gradients(self.param_groups[-1]["params"], self._low_gradients))
         # A refused group must not stay half added.
@@ -262,13 +265,3 @@ def _with_gradients(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor
             summed(owner, gradient)
     owners = [parameter for parameter in parameters if parameter.grad is not None]
     return owners, [cast(Tensor, owner.grad) for owner in owners]
-
-
-def refuse_complex(parameters: Iterable[Tensor], name: str) -> None:
-    """Raise TypeError for complex parameters: no fused kernel takes them, and a step would fail half-way."""
-    for parameter in parameters:
-        if parameter.requires_grad and parameter.is_complex():
-            raise TypeError(
-                f"fxprec.optim.{name} takes real parameters, not one of shape {tuple(parameter.shape)} and "
-                f"{parameter.dtype}: give it to torch.optim.{name}, in an optimizer of its own"
-            )

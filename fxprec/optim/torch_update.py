@@ -51,7 +51,10 @@ class TorchUpdates:
         shadows = partial(step.copies.for_kernel, owners) if final else list
         counted = "step" in part.lists
         counters = self._counters.of((id(group), *part.key), part.lists["step"]) if counted else []
-        inputs = {"lr": _rate(group["lr"]), "grad_scale": step.divisor, "found_inf": step.found_inf}
+        lr = group["lr"]
+        # On an accelerator torch's fused kernels read a learning rate in FP32.
+        lr = lr.to(torch.float32) if isinstance(lr, Tensor) and lr.device.type != "cpu" else lr
+        inputs = {"lr": lr, "grad_scale": step.divisor, "found_inf": step.found_inf}
         with in_one_order(part.lists) as lists:
             if counted:
                 foreach_add_(counters, 1)
@@ -116,11 +119,6 @@ def _wide(lists: Lists, formula: Formula, of_parameters: Rounding | None, owners
             foreach_copy_([target for target, _ in pairs], [value for _, value in pairs])
     if of_states is not None:
         of_states.write(states, wide, owners, lists["step"])
-
-
-def _rate(lr: Any) -> Any:
-    """Return a learning rate as torch's fused kernels take it: on an accelerator they read FP32."""
-    return lr.to(torch.float32) if isinstance(lr, Tensor) and lr.device.type != "cpu" else lr
 
 
 def slices(lists: Lists, shadows: Callable[[], Sequence[Tensor | None]] = list) -> Iterator[Lists]:

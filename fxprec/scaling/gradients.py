@@ -64,17 +64,10 @@ def grouped(optimizer: Optimizer, allow_fp16: bool, names_of: NamesOf) -> Groupe
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad
-            if gradient is None:
-                continue
-            if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+            if gradient is not None and (type(gradient) is not Tensor or gradient.layout is not torch.strided):
                 special.append(parameter)
-                continue
-            key = gradient.device, gradient.dtype
-            tensors = groups.get(key)
-            if tensors is None:
-                groups[key] = [gradient]
-            else:
-                tensors.append(gradient)
+            elif gradient is not None:
+                groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     # Asked by the few dtypes that there are; which parameter is at fault is looked up for the message only.
     dtypes = {dtype for _, dtype in groups} | {parameter.grad.dtype for parameter in special}  # type: ignore[union-attr]
     if not dtypes <= (_SCALED | {torch.float16} if allow_fp16 else _SCALED):

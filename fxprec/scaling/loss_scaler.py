@@ -40,8 +40,8 @@ from fxprec.scaling.scale import (
     Scales,
     UpdateRule,
     checked_bounds,
+    checked_count,
     checked_factors,
-    checked_interval,
     checked_new_scale,
     checked_state,
     scaled,
@@ -421,15 +421,6 @@ class LossScaler(torch.amp.GradScaler):
         records.floor.note([(losses[0], found)], losses, self._scales.rule_now(records.floor.near))
         self._end_iteration()
 
-    @contextmanager
-    def _observed_by(self, observer: Observer) -> Iterator[None]:
-        """Tell the observer of updates in the block."""
-        self._observers.append(observer)
-        try:
-            yield
-        finally:
-            self._observers.remove(observer)
-
     def _found_in(self) -> Iterator[tuple[Optimizer, list[Tensor]]]:
         """Yield each optimizer whose gradients were checked since the last update, with its flags."""
         for key, state in self._records.states.items():
@@ -512,7 +503,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set it; raise LossScaleError unless it is a whole number of at least 1."""
-        interval = checked_interval("growth_interval", new_interval)
+        interval = checked_count("growth_interval", new_interval, 1)
         self._scales.rule = replace(self._scales.rule, growth_interval=interval)
 
     def state_dict(self) -> dict[str, Any]:

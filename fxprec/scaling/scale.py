@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -128,13 +128,13 @@ class Scales:
     def __init__(self, init_scale: float, rule: UpdateRule, dynamic: bool, num_losses: int) -> None:
         init_scale = checked_scale("init_scale", init_scale)
         factors = checked_factors(rule.growth_factor, rule.backoff_factor)
-        interval = checked_interval("growth_interval", rule.growth_interval)
-        hysteresis = checked_interval("hysteresis", rule.hysteresis)
+        interval = checked_count("growth_interval", rule.growth_interval, 1)
+        hysteresis = checked_count("hysteresis", rule.hysteresis, 1)
         bounds = checked_bounds(rule.min_scale, init_scale, rule.max_scale)
         # A static scale moves by factors of 1, which nobody can ask for.
         factors = factors if dynamic else (1.0, 1.0)
         self.rule = UpdateRule(*factors, interval, hysteresis, rule.consecutive, *bounds)
-        count = checked_interval("num_losses", num_losses)
+        count = checked_count("num_losses", num_losses, 1)
         self.losses = [LossScale(init_scale, 0, hysteresis) for _ in range(count)]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -193,13 +193,6 @@ class Scales:
             loss.set(scale, int(saved["growth_tracker"]), left)
 
 
-class _Note(NamedTuple):
-    """Numbers that an update left, on their way to the host: the smallest scale, and a flag for each loss checked."""
-
-    found: OnHost
-    update: int
-
-
 class FloorWatch:
     """Detector of overflows that took a scale to its floor, without a host sync.
 
@@ -222,7 +215,8 @@ class FloorWatch:
         """Forget what is known: the scales are others than after the last update."""
         self._updates = 0
         self._safe_until = 0
-        self._notes: list[_Note] = []
+        # What updates left, on its way to the host: the smallest scale, a flag for each loss checked; which update.
+        self._notes: list[tuple[OnHost, int]] = []
 
     @property
     def near(self) -> bool:
@@ -243,23 +237,23 @@ class FloorWatch:
         if self.near and not capturing(updated[0][1].device):
             scales = torch.stack([loss.scale for loss in losses if loss.scale is not None])
             hits = [loss.fell_to(self.floor, found, rule) for loss, found in updated]
-            self._notes.append(_Note(OnHost.of(torch.stack([scales.amin(), *hits])), self._updates))
+            self._notes.append((OnHost.of(torch.stack([scales.amin(), *hits])), self._updates))
         self._updates += 1
 
     def fallen(self, backoff_factor: float) -> bool:
         """Return whether a scale fell to the floor, as far as is known."""
-        fallen, waiting = False, list[_Note]()
-        for note in self._notes:
-            if not note.found.done():
-                waiting.append(note)
+        fallen, waiting = False, list[tuple[OnHost, int]]()
+        for found, update in self._notes:
+            if not found.done():
+                waiting.append((found, update))
                 continue
-            scale, *hits = note.found.values.tolist()
+            scale, *hits = found.values.tolist()
             fallen |= any(hits)
             # So many updates can pass unwatched: the scale backs off once in each at most.
             if scale > self.floor:
                 steps = math.log(self.floor / scale) / math.log(backoff_factor)
                 # One less, for what rounding does to the logarithms and to the scale.
-                self._safe_until = max(self._safe_until, note.update + int(steps) - 1)
+                self._safe_until = max(self._safe_until, update + int(steps) - 1)
         self._notes = waiting
         return fallen
 
@@ -317,11 +311,6 @@ def checked_bounds(low: Any, scale: float, high: Any) -> tuple[float | None, flo
     return low, high
 
 
-def checked_interval(name: str, value: Any) -> int:
-    """Return a whole number of at least 1."""
-    return checked_count(name, value, 1)
-
-
 def checked_count(name: str, value: Any, least: int = 0) -> int:
     """Return a whole number of at least ``least``, which int32 holds, as on the device."""
     # True is an Integral, and no number that anybody means.
@@ -362,7 +351,7 @@ def checked_state(state: Any, num_losses: int) -> list[dict[str, Any]]:
     # Both factors are exactly 1 in the state of a static scale.
     if not state["growth_factor"] == state["backoff_factor"] == 1.0:
         checked_factors(state["growth_factor"], state["backoff_factor"])
-    checked_interval("growth_interval", state["growth_interval"])
+    checked_count("growth_interval", state["growth_interval"], 1)
     losses = _states_of_losses(state, num_losses)
     for i, loss in enumerate(losses):
         if missing := [key for key in ("scale", "growth_tracker") if key not in loss]:

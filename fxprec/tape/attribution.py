@@ -35,11 +35,7 @@ from fxprec.torch_internals import OpMode, current_autograd_node, sequence_numbe
 Begin = Callable[[dict[str, Tensor]], None]
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 #: Writes that a schema does not say: name of the op -> positions of the arguments.
-_UNSAID: Final = {
-    "aten::native_batch_norm": (3, 4),
-    "aten::cudnn_batch_norm": (3, 4),
-    "aten::miopen_batch_norm": (3, 4),
-}
+_UNSAID: Final = {f"aten::{of}_batch_norm": (3, 4) for of in ("native", "cudnn", "miopen")}
 
 
 class NodeOf(NamedTuple):
@@ -84,9 +80,8 @@ def node_by_node(model: nn.Module, look: Look, begin: Begin, opened: bool = Fals
     programs = [captured.program for captured in conversion.captured]
     kept = [program.function for program in programs]
     for graph, program in enumerate(programs):
-        run = without_autocast(_in_steps(program, graph, look, begin, opened), conversion.settings.device)
-        # A program is frozen for everybody else; the calls of other threads must go on with its own function.
-        object.__setattr__(program, "function", _in_this_thread(run, program.function))
+        stepwise = _in_steps(program, graph, look, begin, opened, conversion.settings.device)
+        object.__setattr__(program, "function", stepwise)
     try:
         yield
     finally:
@@ -94,20 +89,17 @@ def node_by_node(model: nn.Module, look: Look, begin: Begin, opened: bool = Fals
             object.__setattr__(program, "function", function)
 
 
-def _in_steps(program: Program, graph: int, look: Look, begin: Begin, opened: bool) -> Callable[..., Any]:
+def _in_steps(program: Program, graph: int, look: Look, begin: Begin, opened: bool, device: str) -> Callable[..., Any]:
     interpreter = NodeByNode(program.gm, look, graph, opened=opened)
+    function, own = program.function, threading.get_ident()
 
     def run(*args: Any) -> Any:
         begin(dict(zip(program.low, args, strict=False)))
         return interpreter.run(*args)
 
-    return run
-
-
-def _in_this_thread(run: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    here = without_autocast(run, device)
     # A data loader's thread, or a server's, goes on with the program as it was.
-    own = threading.get_ident()
-    return lambda *args: (run if threading.get_ident() == own else otherwise)(*args)
+    return lambda *args: (here if threading.get_ident() == own else function)(*args)
 
 
 class NodeByNode(Interpreter):

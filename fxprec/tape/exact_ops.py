@@ -24,7 +24,6 @@ Source of attention's formulas: Dao et al., "FlashAttention", NeurIPS 2022, appe
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -61,10 +60,10 @@ def _normalized(rows: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor
     return rows * rstd, rstd
 
 
-def _through(gradient: Tensor, value: Tensor, rstd: Tensor, center: bool) -> Tensor:
+def _through(gradient: Tensor, value: Tensor, rstd: Tensor) -> Tensor:
     """Return the gradient of rows, given that of their normalized values."""
     inner = gradient - value * (gradient * value).mean(1, keepdim=True)
-    return (inner - gradient.mean(1, keepdim=True) if center else inner) * rstd
+    return (inner - gradient.mean(1, keepdim=True)) * rstd
 
 
 def _group_norm_backward(
@@ -77,8 +76,8 @@ def _group_norm_backward(
     spread, scale = value.view(x.shape), x.new_ones(()) if weight is None else weight.view(shape)
     if silu:
         z = spread * scale if bias is None else spread * scale + bias.view(shape)
-        dy = _silu_backward(dy, z)
-    dx = _through((dy * scale).reshape(rows), value, rstd, center=True).view(x.shape)
+        dy = dy * z.sigmoid() * (1 + z * (1 - z.sigmoid()))  # torch's own op has no derivative
+    dx = _through((dy * scale).reshape(rows), value, rstd).view(x.shape)
     found = (dx, (dy * spread).sum(others), dy.sum(others))
     return [each for each, want in zip(found, wanted, strict=True) if want]
 
@@ -104,7 +103,7 @@ def _batch_norm_backward(
         made = value * scale + (0.0 if bias is None else bias[:, None]) if y is None else channels(y)
         gradient = torch.where(made > 0, gradient, 0.0 * made)  # whose derivative is 0, and not unknown
     scaled, none = gradient * scale, x.new_empty(0)
-    dx = _through(scaled, value, rstd, center=True) if training else scaled * rstd
+    dx = _through(scaled, value, rstd) if training else scaled * rstd
     sums = ((gradient * value).sum(1), gradient.sum(1)) if affine else (none, none)
     return whole(dx) if input else none, *sums, whole(gradient) if residual else none
 
@@ -183,11 +182,6 @@ def _scaled_gradient(values: Tensor, factor: Tensor, denominator: Tensor | None,
     return values * (factor if denominator is None else factor / torch.where(denominator == 0, 1.0, denominator))
 
 
-def _silu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """Return silu's gradient; torch's own op has no derivative."""
-    return dy * x.sigmoid() * (1 + x * (1 - x.sigmoid()))
-
-
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,10 +212,8 @@ def _products_backward(
     return plain_gradients(grad, query, key, value, out_of_blocks(kept, query, key, causal), scale)
 
 
-def _output(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> Tensor:  # fmt: skip
-    return _attend(query, key, value, mask, causal, scale)[0]
+def _output(*given: Any) -> Tensor:
+    return _attend(*given)[0]
 
 
 def _gradients(
@@ -294,15 +286,11 @@ def _stored(value: Tensor, store: Store, spec: Spec, layout: Layout) -> Tensor:
     """Return rows x columns as the tensor that the kernel stores: smaller where all along a dimension are the same."""
     whole = value.expand(layout.rows, layout.columns if store.columns else 1)
     shaped = layout.torch_shaped(whole, store.columns)
-    for dimension, size in enumerate(_padded(spec, shaped.dim())):
+    padded = spec.shape + (1,) * spec.dropped
+    for dimension, size in enumerate(padded, shaped.dim() - len(padded)):
         if size == 1:
             shaped = shaped.narrow(dimension, 0, 1)
     return shaped.reshape(spec.shape)
-
-
-def _padded(spec: Spec, dimensions: int) -> Iterator[int]:
-    shape = spec.shape + (1,) * spec.dropped
-    return itertools.chain([1] * (dimensions - len(shape)), shape)
 
 
 #: What an op with dropout of its own, such as attention or an RNN, calls its probability.
@@ -337,7 +325,8 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) 
     # A product for each row of the kernel reads one matrix of columns at another offset: no copy for each row.
     by_row = weight.permute(2, 0, 1, 3).flatten(2).contiguous()
     result = x.new_empty(images, outputs, height, width)
-    for some, made in _together(x, result, height * width):
+    together = -(-_COLUMNS // max(1, height * width))
+    for some, made in zip(x.split(together), result.split(together), strict=True):
         columns = x.new_empty(channels, kernel_columns, rows, len(some), width)
         for number in range(kernel_columns):
             first = number * dilation[1]
@@ -350,11 +339,6 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) 
             product.addmm_(part, columns.narrow(1, number * dilation[0] * line, wanted))
         made.copy_(product.view(outputs, height, len(some), width).permute(2, 0, 1, 3))
     return result if bias is None else result.add_(bias.view(-1, 1, 1))
-
-
-def _together(x: Tensor, result: Tensor, pixels: int) -> Iterator[tuple[Tensor, Tensor]]:
-    count = -(-_COLUMNS // max(1, pixels))
-    return zip(x.split(count), result.split(count), strict=True)
 
 
 def _native_dropout(drawn: Sequence[Tensor], x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:

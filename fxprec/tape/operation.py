@@ -123,10 +123,9 @@ class Operation:
     def keeps_values(self) -> bool:
         """Flag of casts and clones of the first argument: the reference has the same values there."""
         place = self.leaves[0] if self.fresh == (0,) and self.function in _COPIES else None
-        made = self.outputs[0].dtype
-        floats = isinstance(place, TensorPlace) and place.dtype.is_floating_point and made.is_floating_point
-        complexes = isinstance(place, TensorPlace) and place.dtype.is_complex and made.is_complex
-        return floats or complexes
+        if not isinstance(place, TensorPlace) or not (place.is_float and self.outputs[0].is_float):
+            return False
+        return place.dtype.is_complex == self.outputs[0].dtype.is_complex
 
     def drawn(self, low: Callable[[TensorPlace], Tensor]) -> tuple[Tensor, ...]:
         """Return copies of the run's results if the op computes on numbers that it draws; ``low``: of the memory."""

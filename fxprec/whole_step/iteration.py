@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,7 +232,8 @@ class Iteration:
                     parameter.grad.zero_()
         self._clip()
         self.scaler.step(self.optimizer)
-        found = self._found_inf()
+        ours = scaler if isinstance(scaler := self.scaler, LossScaler) and scaler.is_enabled() else None
+        found = None if ours is None else ours._records.found_by(self.optimizer)
         self.scaler.update()
         return losses[0] if self.parts == 1 else torch.stack(losses).mean(), found
 
@@ -250,7 +251,9 @@ class Iteration:
             The losses, 0-dim FP32 and detached.
         """
         losses: list[Tensor] = []
-        with torch.enable_grad(), self._one_refresh(), self._no_old_casts():
+        # Weights do not move between micro-batches: their shadows are refreshed once.
+        once = accumulate(self.model) if self.parts > 1 and is_converted(self.model) else nullcontext()
+        with torch.enable_grad(), once, self._no_old_casts():
             for part in batch.parts(self.parts):
                 loss = self._loss(part)
                 losses.append(loss.detach().float())
@@ -276,12 +279,6 @@ class Iteration:
         """Drop the gradients of everything that a backward may reach."""
         for parameter in (*self.parameters, *parameters_of(self.optimizer)):  # a group may have been added
             parameter.grad = None
-
-    def _one_refresh(self) -> AbstractContextManager[object]:
-        # Weights do not move between micro-batches: their shadows are refreshed once.
-        if self.parts > 1 and is_converted(self.model):
-            return accumulate(self.model)
-        return nullcontext()
 
     @contextmanager
     def _no_old_casts(self) -> Iterator[None]:
@@ -316,11 +313,6 @@ class Iteration:
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(parameters_of(self.optimizer), self.max_norm)
-
-    def _found_inf(self) -> Tensor | None:
-        if not isinstance(self.scaler, LossScaler) or not self.scaler.is_enabled():
-            return None
-        return self.scaler._records.found_by(self.optimizer)
 
 
 def refuse_strangers(loss: Tensor, known: Iterable[Tensor]) -> None:
@@ -452,17 +444,6 @@ def put_back(iteration: Iteration, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def backward_put_back(iteration: Iteration) -> Iterator[None]:
-    """Undo forwards and backwards of the block on buffers, gradients and random numbers.
-
-    There are no gradients before, and nobody hears of those that are accumulated.
-    """
-    with _attributes_put_back(iteration), values_kept(_buffers(iteration)), late_hooks_aside(iteration.parameters):
-        iteration.drop_gradients()
-        yield
-
-
-@contextmanager
 def _attributes_put_back(iteration: Iteration) -> Iterator[None]:
     """Put back what modules hold, gradients and random numbers."""
     # A forward may cache tensors on modules: of a warm-up they would be other ones.
@@ -586,14 +567,19 @@ class KeptIteration:
 
     def run_again(self, watcher: CallWatcher, scale: float) -> None:
         """Run forward, and backward at a loss scale, without the graph, for one watcher; then put all back."""
-        with backward_put_back(self.iteration), ExitStack() as stack:
+        iteration = self.iteration
+        with (
+            _attributes_put_back(iteration), values_kept(_buffers(iteration)), late_hooks_aside(iteration.parameters),
+            ExitStack() as stack,
+        ):  # fmt: skip
+            iteration.drop_gradients()
             # The others have seen this step, by its replay.
-            for other in self.iteration.watchers():
+            for other in iteration.watchers():
                 if other is not watcher:
                     stack.enter_context(other.aside())
             self.random.restore()
             _fill(self.buffers, self.values)
-            self.iteration.backward(self.batch, lambda loss: loss * torch.full_like(loss, scale, dtype=torch.float32))
+            iteration.backward(self.batch, lambda loss: loss * torch.full_like(loss, scale, dtype=torch.float32))
 
 
 def _fill(to: list[Tensor], values: list[Tensor]) -> None:

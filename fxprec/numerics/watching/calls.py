@@ -374,10 +374,6 @@ class StepReport(NamedTuple):
     on_device: Numbers
     found: OnHost
 
-    @classmethod
-    def of(cls, step: WatchedStep, numbers: Numbers) -> StepReport:
-        return cls(step, numbers, OnHost.of(numbers.values))
-
     def numbers(self) -> Numbers:
         """Return the numbers on the host."""
         return replace(self.on_device, values=self.found.values)

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fxprec.capture.user_code import user_level
 from fxprec.errors import CaptureError, NonFiniteError, NonFiniteWarning
-from fxprec.host_reads import capturing, reading_waits
+from fxprec.host_reads import OnHost, capturing, reading_waits
 from fxprec.model.conversion import Conversion, conversion_of
 from fxprec.model.entry_point import EntryPoint
 from fxprec.model.warm_up import kept
@@ -127,7 +127,12 @@ class Watcher:
             raise TypeError(f"on_finding is {on_finding!r}: give 'warn', 'raise' or a function of a Trip")
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, not a {type(optimizer).__name__}")
-        _refuse_shards(model)
+        dtensor = dtensor_type()
+        if dtensor is not None and any(isinstance(parameter, dtensor) for parameter in model.parameters()):
+            raise ValueError(
+                "watch runs a step again on the rank where it began, and this model's parameters are DTensors, of "
+                "which all ranks hold a part: use fxprec.numerics.locate on all ranks together, or train with DDP"
+            )
         self.trips: list[Trip] = []
         self.steps = 0
         self._model, self._optimizer, self._on_finding, self._wait = model, optimizer, on_finding, wait
@@ -171,7 +176,8 @@ class Watcher:
             for register, hook in zip(hooks, (self._before_step, self._after_step), strict=True):
                 stack.callback(register(hook).remove)
             if self._scaler is not None:
-                stack.enter_context(self._scaler._observed_by(self))
+                self._scaler._observers.append(self)
+                stack.callback(self._scaler._observers.remove, self)
             self._writes = WeightWrites(self._model, self.steps)
             self._stack, self._armed = stack.pop_all(), True
         return self
@@ -352,7 +358,7 @@ class Watcher:
             self._recording.seen = numbers
         else:
             assert self._step is not None
-            self._unread.append(StepReport.of(self._step, numbers))
+            self._unread.append(StepReport(self._step, numbers, OnHost.of(numbers.values)))
 
     def _look_at_rest(self) -> None:
         """Look at calls whose gradients no optimizer has taken."""
@@ -363,7 +369,8 @@ class Watcher:
 
     def _look_at_weights(self, quiet: bool = False) -> None:
         """Look at weights that the last step wrote, which no call has read yet."""
-        if not self._armed or self._in_a_row or (name := self._writes.bad_at_the_end()) is None:
+        name, _ = next(self._writes.newly_bad(), (None, None)) if self._armed and not self._in_a_row else (None, None)
+        if name is None:
             return
         # Only an optimizer's write is news: other code's is the user's own doing, and may be meant.
         found = self._writes.explained(name, "")
@@ -431,7 +438,7 @@ class Watcher:
         self.steps += 1
         self._writes.before(step.number)
         self._writes.after()
-        self._unread.append(StepReport.of(step, recording.seen))
+        self._unread.append(StepReport(step, recording.seen, OnHost.of(recording.seen.values)))
         if self._scaler is None:  # else it tells when
             self._settle()
 
@@ -559,12 +566,3 @@ class Watcher:
                 "one of torch's (AdamW(..., fused=True)); or watch(..., wait=True), by which the host waits for the "
                 "gradients before each step"
             )
-
-
-def _refuse_shards(model: nn.Module) -> None:
-    dtensor = dtensor_type()
-    if dtensor is not None and any(isinstance(parameter, dtensor) for parameter in model.parameters()):
-        raise ValueError(
-            "watch runs a step again on the rank where it began, and this model's parameters are DTensors, of which "
-            "all ranks hold a part: use fxprec.numerics.locate on all ranks together, or train with DDP"
-        )

@@ -90,15 +90,12 @@ class WeightWrites:
         remarks = []
         if step > self._first or other is not None:
             remarks.append(f"if no call of step {step} read it, this was earlier: watch began with step {self._first}")
-        if more := [other for other, each in self._newly_bad() if each is not parameter]:
+        if more := [other for other, each in self.newly_bad() if each is not parameter]:
             remarks.append(f"not finite now are {few(more)} as well")
         return fault_of_optimizer(name, parameter, optimizer, step, reached, tuple(remarks))
 
-    def bad_at_the_end(self) -> str | None:
-        """Return the first parameter that became inf or nan since this began."""
-        return next((name for name, _ in self._newly_bad()), None)
-
-    def _newly_bad(self) -> Iterator[tuple[str, Tensor]]:
+    def newly_bad(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters that became inf or nan since this began, with their names."""
         for name, parameter in self._parameters.items():
             if parameter not in self._bad_before and _is_bad(parameter):
                 yield name, parameter
@@ -124,7 +121,7 @@ def fault_of_optimizer(
     index = first_of(bad)
     state = _state(optimizer, parameter, index)
     overflows = bool(parameter.detach()[index].isinf()) or not all(map(math.isfinite, state.values()))
-    info = torch.finfo(parameter.dtype)
+    group = next(each for each in optimizer.param_groups if any(own is parameter for own in each["params"]))
     return Finding(
         phase="optimizer",
         kind="overflow" if overflows else "invalid",
@@ -134,21 +131,17 @@ def fault_of_optimizer(
         dtype=dtype_name(parameter.dtype),
         source="",
         magnitude=math.nan,
-        limit=info.max,
+        limit=torch.finfo(parameter.dtype).max,
         share=float(bad.sum()) / bad.numel(),
         example=", ".join(f"{key} = {value:.4g}" for key, value in state.items()),
         reached=reached,
         fails_in_fp32=False,
         scale=1.0,
-        cure=_cure_of(_group(optimizer, parameter), state, parameter.dtype, type(optimizer).__name__, step),
+        cure=_cure_of(group, state, parameter.dtype, type(optimizer).__name__, step),
         remarks=remarks,
         index=index,
         step=step,
     )
-
-
-def _group(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any]:
-    return next(group for group in optimizer.param_groups if any(each is parameter for each in group["params"]))
 
 
 def _state(optimizer: Optimizer, parameter: Tensor, index: tuple[int, ...]) -> dict[str, float]:

@@ -88,7 +88,7 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ticks: int) -> None:
         self.ticks, self.now = ticks, 0
-        monkeypatch.setattr("fxprec.numerics.watching.calls.OnHost", self)
+        monkeypatch.setattr("fxprec.numerics.watching.watch.OnHost", self)
         monkeypatch.setattr(module, "reading_waits", lambda device: True)
         monkeypatch.setattr("fxprec.numerics.watching.verdicts.reading_waits", lambda device: True)
 

@@ -730,7 +730,7 @@ class Slow:
         self.down, self.waits = False, 0
         monkeypatch.setattr(module, "reading_waits", lambda device: True)
         monkeypatch.setattr("fxprec.numerics.watching.verdicts.reading_waits", lambda device: True)
-        monkeypatch.setattr("fxprec.numerics.watching.calls.OnHost", self)
+        monkeypatch.setattr("fxprec.numerics.watching.watch.OnHost", self)
 
     def of(self, values: Tensor) -> OnHost:
         return OnHost(values.clone(), lambda: not self.down, self._wait)
