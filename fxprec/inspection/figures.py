@@ -76,7 +76,11 @@ def activations(nodes: Iterable[Node]) -> Activations:
     """Return the bytes that one run of these nodes writes."""
     sums: Counter[str] = Counter()
     for node in nodes:
-        if not _writes_memory(node):
+        op, row = notes(node).op, rule_of(notes(node).op.name)
+        # An in-place op writes to memory of others; a shadow's memory is counted with the weights.
+        if op is NO_OP or op.in_place or is_shadow(node) or op.name == "fused_region":
+            continue
+        if row is not None and row.view and op.name != "to":
             continue
         now = notes(node).precision.output
         for info, numel in _values(notes(node).dtype, notes(node).numel):
@@ -109,15 +113,6 @@ def bytes_of(node: Node) -> int:
                 return -1
             size += numel * dtype.itemsize
     return size
-
-
-def _writes_memory(node: Node) -> bool:
-    op = notes(node).op
-    # An in-place op writes to memory of others; a shadow's memory is counted with the weights.
-    if op is NO_OP or op.in_place or is_shadow(node) or op.name == "fused_region":
-        return False
-    row = rule_of(op.name)
-    return row is None or not row.view or op.name == "to"
 
 
 def _values(info: Any, numel: Any) -> Iterator[tuple[Any, int | None]]:

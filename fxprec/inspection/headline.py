@@ -26,7 +26,7 @@ from torch.fx import GraphModule, Node
 from fxprec.inspection.figures import Activations, Weights, count, size_text
 from fxprec.inspection.nodes import NamedNode, op_name, places, source_line
 from fxprec.inspection.rehearsal import HeldMemory, Rehearsal, Traffic
-from fxprec.inspection.text import columns, few, folded, plain, titled
+from fxprec.inspection.text import Printed, columns, few, folded, titled
 from fxprec.model.conversion import Conversion
 from fxprec.model.net import RUNS_AS_TOLD, RUNS_FP32
 from fxprec.passes.graph.annotations import Rule, notes
@@ -87,7 +87,7 @@ def _places(modules: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Headline:
+class Headline(Printed):
     """The figures of a conversion; prints as a few lines.
 
     Attributes:
@@ -148,11 +148,6 @@ class Headline:
     other_calls: int = 0
     packed: str = ""
     slow: str = ""
-
-    def __str__(self) -> str:
-        return plain(self)
-
-    __repr__ = __str__
 
     def __rich__(self) -> RenderableType:
         # A bare graph has no settings to tell.

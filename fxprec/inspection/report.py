@@ -49,7 +49,7 @@ from fxprec.inspection.nodes import (
 )
 from fxprec.inspection.prices import UNKNOWN, Prices
 from fxprec.inspection.rehearsal import HeldMemory, Rehearsal, rehearse
-from fxprec.inspection.text import columns, in_one, plain, stacked, titled, without_advice, without_figures
+from fxprec.inspection.text import Printed, columns, in_one, stacked, titled, without_advice, without_figures
 from fxprec.inspection.unnamed import Unnamed, unnamed_methods
 from fxprec.model.captured import Captured, in_present_mode, of_last_call
 from fxprec.model.conversion import Conversion, conversion_of, is_converted
@@ -124,7 +124,7 @@ class GraphReport:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Report:
+class Report(Printed):
     """Result of ``report``: ``print`` it, or read ``headline`` and ``graphs[0].rows``."""
 
     headline: Headline
@@ -180,11 +180,6 @@ class Report:
         headline = self.headline
         return Subject("report", headline.model, headline.settings, headline.weights.parameters, graphs)
 
-    def __str__(self) -> str:
-        return plain(self)
-
-    __repr__ = __str__
-
     def __rich__(self) -> RenderableType:
         return self.headline
 
@@ -195,15 +190,10 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class NodeTable:
+class NodeTable(Printed):
     """Table of every node of the graphs, a line each; prints as columns."""
 
     report: Report
-
-    def __str__(self) -> str:
-        return plain(self)
-
-    __repr__ = __str__
 
     def __rich__(self) -> RenderableType:
         headline, graphs = self.report.headline, self.report.graphs

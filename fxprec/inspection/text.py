@@ -133,7 +133,7 @@ def table(cells: Mapping[str, Callable[[Any], str]], rows: Iterable[Any]) -> Ren
     return columns([*cells], ([cell(row) for cell in cells.values()] for row in rows))
 
 
-def plain(renderable: RenderableType) -> str:
+def plain(renderable: object) -> str:
     """Return the text that rich would print, without colours and of a fixed width."""
     with _importing():
         from rich.console import Console
@@ -141,6 +141,17 @@ def plain(renderable: RenderableType) -> str:
     file = io.StringIO()
     Console(file=file, width=_WIDTH, color_system=None, force_terminal=False).print(renderable)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))
+
+
+class Printed:
+    """Mixin of results that print as their ``__rich__`` lays them out."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return plain(self)
+
+    __repr__ = __str__  # a dataclass has a ``repr`` of its own, unless it is made without
 
 
 def fold(path: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from types import MethodType
 from typing import Any, Final
 
-import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
@@ -53,10 +52,6 @@ def _unscale_gradients(self: Accelerator, optimizer: Any = None) -> None:
     if optimizer is None:
         optimizer = self._optimizers
     for each in optimizer if isinstance(optimizer, tuple | list) else [optimizer]:
-        self.scaler.unscale_(_innermost(each))  # type: ignore[union-attr]
-
-
-def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
+        while isinstance(each, AcceleratedOptimizer):
+            each = each.optimizer
+        self.scaler.unscale_(each)  # type: ignore[union-attr]

@@ -225,7 +225,7 @@ def _audit_run(
         targets = [(places[0], torch.ones_like(memory.exact(places[0])))]
     else:
         builder.target = "outputs"
-        targets = _along_signs(recorder, places, builder.count) if signs else apart.along_error()
+        targets = _along_signs(recorder, places, len(builder.samples)) if signs else apart.along_error()
     # Parameters that the reference's own way reaches and the run does not count in full: their gradient in the run is
     # 0.
     if gradients:
@@ -331,13 +331,13 @@ class _Entry:
 
 
 class _LedgerBuilder:
-    """Ledger in the making: rows that grow while batches come in."""
+    """Ledger in the making: rows that grow while batches come in. ``samples``: one a batch."""
 
     def __init__(self, prices: Prices) -> None:
         self._prices = prices
         self.target: Literal["loss", "outputs"] = "loss"
         self._entries: dict[OpOrigin, _Entry] = {}
-        self._samples: list[Sample] = []
+        self.samples: list[Sample] = []
         self._errors: dict[str, list[float]] = {}
         self._remarks: dict[str, None] = {}
         self._swallowed: dict[str, None] = {}
@@ -346,11 +346,6 @@ class _LedgerBuilder:
         self._lacking: dict[str, list[float]] = {}
         self._sizes: dict[tuple[int, str], Any] = {}
         self.overflown = False  # in the latest batch the run has inf or nan where the reference has none
-
-    @property
-    def count(self) -> int:
-        """Number of batches that were added."""
-        return len(self._samples)
 
     def add(
         self,
@@ -369,10 +364,8 @@ class _LedgerBuilder:
         for term in terms:
             operation = term.operation
             entry = self._entries.setdefault(operation.origin, _Entry(operation.origin))
-            entry.rounding += term.rounding
-            entry.bend += term.bend
-            entry.lost += term.lost
-            entry.size += term.size
+            for name in ("rounding", "bend", "lost", "size"):
+                setattr(entry, name, getattr(entry, name) + getattr(term, name))
             # A fused region is one operation of the run: ``opened`` splits its rounding among the ops within, which are
             # told apart by name.
             parts = opened(term, recorder.memory) or {operation.name: term.rounding}
@@ -393,7 +386,7 @@ class _LedgerBuilder:
             self._remarks[f"{name} works on sparse tensors, or resizes memory: what it gives is taken for exact"] = None
         for name in sorted(recorder.outgrown):
             self._remarks[f"{name} would give another shape in the reference: it takes the run's"] = None
-        self._samples.append(Sample(low, exact, error, explained))
+        self.samples.append(Sample(low, exact, error, explained))
 
     def note_swallowed(self, found: Swallow | None) -> None:
         """Remark on an overflow that is no mask and that an op made finite again; None: there is none."""
@@ -445,7 +438,7 @@ class _LedgerBuilder:
         nodes = {(number, place.name): place.node for number, gm in enumerate(graphs) for place in places(number, gm)}
         with sized(nodes, self._sizes):
             rows = [_row(entry, total, self._prices, nodes) for entry in self._entries.values()]
-        samples = tuple(self._samples)
+        samples = tuple(self.samples)
         # A missing derivative is worth a remark only where errors of some size meet it.
         least = _NOTABLE * sum(abs(sample.measured) for sample in samples)
         lacking = (

@@ -28,7 +28,7 @@ from fxprec.errors import FxprecError
 from fxprec.inspection.measured import Subject
 from fxprec.inspection.nodes import places
 from fxprec.inspection.prices import Alternative
-from fxprec.inspection.text import as_json, layers_together, plain, stacked, table, titled
+from fxprec.inspection.text import Printed, as_json, layers_together, stacked, table, titled
 from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.model.conversion import conversion_of
 from fxprec.numerics.overrides import in_fp32, readers
@@ -211,7 +211,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
+class Ledger(Printed):
     """Ledger of an audit: which op costs how much of an error. ``print(ledger)`` shows a verdict and ten rows.
 
     Attributes:
@@ -263,9 +263,6 @@ class Ledger:
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
         return as_json(self, "measured", "explained", without=("subject",))
-
-    def __str__(self) -> str:
-        return plain(self.__rich__())
 
     def __rich__(self) -> RenderableType:
         rows = self.rows[:_SHOWN]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxprec.inspection.measured import Subject
-from fxprec.inspection.text import as_json, layers_together, plain, stacked, table, titled
+from fxprec.inspection.text import Printed, as_json, layers_together, stacked, table, titled
 from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.scale import LARGEST_SCALE, SMALLEST_SCALE
 
@@ -328,7 +328,7 @@ def flushed_of(rows: Iterable[Range], dtype: torch.dtype, scale: float) -> float
 
 
 @dataclass(frozen=True, slots=True)
-class Ranges:
+class Ranges(Printed):
     """Table of ranges, with advice on dtype and loss scale. ``print(ranges)``: a verdict and the ten tightest rows.
 
     Attributes:
@@ -378,9 +378,6 @@ class Ranges:
             return f"{dtype_name(self.dtype)} fits; there is no loss scale for float16: {self.why_no_scale}"
         least = f"the smallest useful one {power(self.smallest_scale)}" if self.smallest_scale > 1 else "none is needed"
         return f"{dtype_name(self.dtype)} fits; largest safe loss scale for float16: {power(self.scale)}, {least}"
-
-    def __str__(self) -> str:
-        return plain(self.__rich__())
 
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = [f"  {reason}" for reason in self.reasons]

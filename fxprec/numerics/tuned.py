@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fxprec.inspection.figures import count
-from fxprec.inspection.text import as_json, few, folded, plain, stacked, table, titled
+from fxprec.inspection.text import Printed, as_json, few, folded, stacked, table, titled
 from fxprec.passes.policy.policy import Policy
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class Tuned(Printed):
     """A measured policy. ``print(tuned)`` tells what it changes; ``to_toml()`` is a file for ``Policy.from_toml``.
 
     Attributes:
@@ -182,9 +182,6 @@ class Tuned:
             f"{tuned.measured_error:.3e} (predicted {start.predicted_error:.3e} -> {tuned.predicted_error:.3e}), "
             f"time of a step x {self.measured_time:.3f} (predicted x {self.predicted_time:.3f})"
         )
-
-    def __str__(self) -> str:
-        return plain(self.__rich__())
 
     def __rich__(self) -> RenderableType:
         overrides = self.overrides()

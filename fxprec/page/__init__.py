@@ -87,17 +87,14 @@ def _nodes(report: Mapping[str, Any], strings: dict[str, int]) -> list[list[Any]
             # More digits than anybody reads would only make the file larger.
             errors = [(number_of(label), float(f"{share:.4g}")) for label, share in row.get("errors", ())]
             spans = [(number_of(label), number_of(dtype), *more) for label, dtype, more in row.get("ranges", ())]
-            about = (number, row["bytes"], _nanoseconds(row), reads, *([errors, spans] if errors or spans else []))
+            nanoseconds = round(row["seconds"] * 1e9) if row["seconds"] >= 0 else -1
+            about = (number, row["bytes"], nanoseconds, reads, *([errors, spans] if errors or spans else []))
             rows.append([*texts, number_of(named), *about])
     return rows
 
 
 def _verdict(headline: Mapping[str, Any]) -> str:
     return ": ".join(filter(None, (headline["settings"], headline["verdict"])))
-
-
-def _nanoseconds(row: Mapping[str, Any]) -> int:
-    return round(row["seconds"] * 1e9) if row["seconds"] >= 0 else -1
 
 
 def _reason(why: str, places: Mapping[str, int]) -> tuple[str, str]:

@@ -243,15 +243,6 @@ _ROWS: Final = 64
 _PIXELS: Final = 16
 
 
-def _dtype_of_products(result: torch.dtype, reference: torch.dtype) -> torch.dtype:
-    """Return the dtype to compute J^T m in: FP32 errs 2^13 times less than what is explained, a low result's rounding.
-
-    The columns add up for any J. The derivatives of a product take twice the time of the product itself, which is most
-    of an audit's; and there are no fast convolutions in float64.
-    """
-    return torch.float32 if result.itemsize < torch.float32.itemsize else reference
-
-
 def _sampled(operation: Operation, args: list[Any], kwargs: dict[str, Any], low: Tensor) -> tuple[float, float]:
     """Estimate ``lost`` and ``size`` of a product from some of its rows; ``args`` in the reference's dtype."""
     convolves = operation.name == "aten::convolution"
@@ -356,7 +347,9 @@ class _OpPart:
         """Return the part of a product, by the formulas of its derivatives."""
         operation, inputs, result = self.operation, self.inputs, self.results[0]
         args, kwargs = tree_unflatten(list(operation.leaves), operation.spec)
-        dtype = _dtype_of_products(operation.outputs[0].dtype, inputs.dtype)
+        # FP32 errs 2^13 times less than what is explained, a low result's rounding, and the columns add up for any J.
+        # The derivatives take twice the time of the product; and there are no fast convolutions in float64.
+        dtype = torch.float32 if operation.outputs[0].dtype.itemsize < torch.float32.itemsize else inputs.dtype
         values = [inputs.midpoint(value, dtype) if isinstance(value, TensorPlace) else value for value in args]
         found = _PRODUCTS[operation.name](_in(dtype, result.weight), *values, **kwargs)
         gradients = [

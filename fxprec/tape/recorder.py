@@ -169,8 +169,12 @@ class OpRecorder(Attribution):
                 memory.forget(memory.place(leaf))
             return function(*args, **kwargs)
         for leaf in tensors if self._unread else ():
-            if (shadow := self._unread.pop(storage_key(leaf), None)) is not None:
-                self._add_cast(*shadow)
+            if (unread := self._unread.pop(storage_key(leaf), None)) is not None:
+                path, weight, shadow = unread
+                source, place = memory.place(weight.detach()), memory.place(shadow.detach())
+                read, how = tree_flatten(((source,), {"dtype": shadow.dtype}), is_leaf=is_place)
+                origin_of = OpOrigin("weight", path)
+                self._add(Operation(aten_to_copy, tuple(read), how, (0,), (), (place,), (), origin_of), {})
         places = [memory.place(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         ids = written_by(function, args, kwargs)
         written = [number for number, leaf in enumerate(leaves) if id(leaf) in ids]
@@ -263,11 +267,6 @@ class OpRecorder(Attribution):
                 if value is not None and not memory.write_exact(place, value, fresh):
                     self.outgrown.add(operation.name)
         self.operations.append(operation)
-
-    def _add_cast(self, path: str, weight: Tensor, shadow: Tensor) -> None:
-        source, place = self.memory.place(weight.detach()), self.memory.place(shadow.detach())
-        leaves, spec = tree_flatten(((source,), {"dtype": shadow.dtype}), is_leaf=is_place)
-        self._add(Operation(aten_to_copy, tuple(leaves), spec, (0,), (), (place,), (), OpOrigin("weight", path)), {})
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -47,17 +47,13 @@ class Fixed:
         self._rates, self._shadows = rates, shadows
         self._attributes = _Attributes(iteration.roots())
         self._parameters = [*iteration.parameters]
-        self._requires_grad = [*map(_wants_gradient, self._parameters)]
         self._device = self._parameters[0].device.type
-        self._hooks = self._hooks_now()
         self._conversions = [*iteration.conversions]
+        self._given = self._given_now()
         buffers = [b for root in iteration.roots() for b in root.buffers()]
-        self._state = _state_of(self._optimizer)
-        self._scales = scale_tensors(self._scaler)
-        tensors = [v for v in self._state if isinstance(v, Tensor)]
-        self._tensors = [*self._parameters, *buffers, *tensors, *self._scales]
+        tensors = [v for v in _state_of(self._optimizer) if isinstance(v, Tensor)]
+        self._tensors = [*self._parameters, *buffers, *tensors, *scale_tensors(self._scaler)]
         self._addresses = [*map(Tensor.data_ptr, self._tensors)]
-        self._owned = _owned_by(self._optimizer)
         self._numbers = self._numbers_now()
         # Tables of multi-tensor launches, which the optimizer may replace; graphs of the model, which it may drop.
         plans = getattr(self._optimizer, "_plans", None)
@@ -66,20 +62,12 @@ class Fixed:
 
     def changed(self) -> str | None:
         """Return what is no longer so, in a few words; None where the graph can be replayed."""
-        optimizer = self._optimizer
         # Cheap checks of many objects come first, identities in C loops: this runs before every replay.
         if not self._attributes.same():
             return "an attribute, a parameter, a submodule or a hook of the model"
-        if not _identical(_owned_by(optimizer), self._owned):
-            return "the parameters of the optimizer"
-        if [*map(_wants_gradient, self._parameters)] != self._requires_grad:
-            return "requires_grad of a parameter"
-        if not _identical(self._hooks_now(), self._hooks):
-            return "a hook of a parameter or of the optimizer"
-        if not _identical(_state_of(optimizer), self._state):
-            return "the optimizer's state (was a checkpoint loaded?)"
-        if not _identical(scale_tensors(self._scaler), self._scales):
-            return "the tensors of the scaler"
+        for what, now in self._given_now().items():
+            if not _identical(now, self._given[what]):
+                return what
         if [*map(Tensor.data_ptr, self._tensors)] != self._addresses:
             return "the memory of a parameter, a buffer or a state"
         numbers = self._numbers_now()
@@ -88,15 +76,18 @@ class Fixed:
             return ", ".join(places) or "the number of parameter groups"
         return self._rates.changed() or (None if self._shadows.same() else "the low copies of the weights")
 
-    def _hooks_now(self) -> list[Any]:
-        """Return the hooks of the parameters' gradients, and of the optimizer's step."""
+    def _given_now(self) -> dict[str, list[Any]]:
+        """Return what is compared by identity, in words -> the objects."""
+        optimizer, parameters = self._optimizer, self._parameters
         # Hooks run once, at capture: one that is added later would never be called.
-        found = (
-            *map(backward_hooks_of, self._parameters),
-            *map(late_hooks_of, self._parameters),
-            *step_hooks(self._optimizer),
-        )
-        return [*chain.from_iterable(map(dict.values, filter(None, found)))]
+        hooks = (*map(backward_hooks_of, parameters), *map(late_hooks_of, parameters), *step_hooks(optimizer))
+        return {
+            "the parameters of the optimizer": [*parameters_of(optimizer)],
+            "requires_grad of a parameter": [*map(_wants_gradient, parameters)],
+            "a hook of a parameter or of the optimizer": [*chain.from_iterable(map(dict.values, filter(None, hooks)))],
+            "the optimizer's state (was a checkpoint loaded?)": _state_of(optimizer),
+            "the tensors of the scaler": scale_tensors(self._scaler),
+        }
 
     def _numbers_now(self) -> dict[str, Any]:
         """Return place -> value of hyper-parameters but ``lr``, how the scale moves, and the context of the call."""
@@ -149,10 +140,6 @@ def attributes_of(roots: Iterable[nn.Module]) -> list[Any]:
     return _Attributes(roots).now()
 
 
-def _owned_by(optimizer: Optimizer) -> list[Tensor]:
-    return [*chain.from_iterable([group["params"] for group in optimizer.param_groups])]
-
-
 def _state_of(optimizer: Optimizer) -> list[Any]:
     """Return the optimizer's state, by identity. (Numbers in it are those of no optimizer that a graph can hold.)"""
     return [*chain.from_iterable(map(dict.values, optimizer.state.values()))]
@@ -188,31 +175,16 @@ class Rates:
         self._tensors = [None if n is None else torch.full((), n, dtype=dtype, device=device) for n in self._sent]
         self._read = [g["lr"] if n is None else None for g, n in zip(groups, self._sent, strict=True)]
 
-    @contextmanager
-    def in_groups(self) -> Iterator[None]:
+    def in_groups(self) -> AbstractContextManager[None]:
         """Put the tensors in the places of the numbers while the context lasts."""
         groups = self._optimizer.param_groups
-        numbers = [group["lr"] for group in groups]
-        try:
-            for group, tensor in zip(groups, self._tensors, strict=True):
-                group["lr"] = group["lr"] if tensor is None else tensor
-            yield
-        finally:
-            for group, number in zip(groups, numbers, strict=True):
-                group["lr"] = number
+        rates = [each["lr"] if tensor is None else tensor for each, tensor in zip(groups, self._tensors, strict=True)]
+        return _options(groups, "lr", rates)
 
-    @contextmanager
-    def capturable(self) -> Iterator[None]:
+    def capturable(self) -> AbstractContextManager[None]:
         """Set ``capturable``, for which torch's Adam asks while a graph is captured; its fused kernel is so anyway."""
         groups = [group for group in self._optimizer.param_groups if "capturable" in group]
-        before = [group["capturable"] for group in groups]
-        try:
-            for group in groups:
-                group["capturable"] = True
-            yield
-        finally:
-            for group, value in zip(groups, before, strict=True):
-                group["capturable"] = value
+        return _options(groups, "capturable", [True] * len(groups))
 
     def send(self) -> None:
         """Bring the numbers of the groups to the device, those that changed."""
@@ -231,6 +203,19 @@ class Rates:
 
     def _on_device(self, lr: Any) -> bool:
         return isinstance(lr, Tensor) and (lr.device.type != "cpu" or self._device.type == "cpu")
+
+
+@contextmanager
+def _options(groups: list[dict[str, Any]], name: str, values: list[Any]) -> Iterator[None]:
+    """Set an option of parameter groups to these values while the context lasts."""
+    before = [group[name] for group in groups]
+    try:
+        for group, value in zip(groups, values, strict=True):
+            group[name] = value
+        yield
+    finally:
+        for group, value in zip(groups, before, strict=True):
+            group[name] = value
 
 
 @dataclass(frozen=True, slots=True)

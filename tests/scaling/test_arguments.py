@@ -25,8 +25,8 @@ def test_the_limits_are_those_of_float32():
 
 def test_factors_and_intervals():
     assert arguments.checked_factors(1.001, np.float64(0.999)) == (1.001, 0.999)
-    assert arguments.checked_interval("interval", np.int32(5)) == 5
-    assert type(arguments.checked_interval("interval", np.int32(5))) is int
+    assert arguments.checked_count("interval", np.int32(5), 1) == 5
+    assert type(arguments.checked_count("interval", np.int32(5), 1)) is int
     assert arguments.checked_bounds(None, 4.0, None) == (None, None)
     assert arguments.checked_bounds(4, 4.0, 4) == (4.0, 4.0)
 
