@@ -24,18 +24,7 @@ from fxprec.amp.initialize import initialize
 from fxprec.amp.scaling import load_state_dict, scale_loss, state_dict
 
 __all__ = [
-    "FP16_Optimizer",
-    "_amp_state",
-    "disable_casts",
-    "float_function",
-    "half_function",
-    "initialize",
-    "load_state_dict",
-    "master_params",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-    "scale_loss",
-    "state_dict",
-]
+    "FP16_Optimizer", "_amp_state", "disable_casts", "float_function", "half_function", "initialize", "load_state_dict",
+    "master_params", "promote_function", "register_float_function", "register_half_function",
+    "register_promote_function", "scale_loss", "state_dict",
+]  # fmt: skip

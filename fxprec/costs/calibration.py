@@ -252,15 +252,13 @@ class _Bench:
 
     def curves(self) -> dict[torch.dtype, Curve]:
         """Return curves that never fall: what noise is left is cut off at the time of a larger size."""
-        return {
-            dtype: Curve(
-                tuple(
-                    (self._cases[position].amount, _rounded(min(of for at, of in seconds.items() if at >= position)))
-                    for position in seconds
-                )
-            )
-            for dtype, seconds in self.best.items()
-        }
+        found: dict[torch.dtype, Curve] = {}
+        for dtype, seconds in self.best.items():
+            least = {position: min(of for at, of in seconds.items() if at >= position) for position in seconds}
+            # Four digits are more than any clock here is good for.
+            points = ((self._cases[position].amount, float(f"{of:.4g}")) for position, of in least.items())
+            found[dtype] = Curve(tuple(points))
+        return found
 
     def _measure(self, position: int, dtypes: Sequence[torch.dtype]) -> None:
         """Measure dtypes in turns, so that a busy moment of the machine hits them alike; the fastest run counts."""
@@ -281,11 +279,6 @@ def _dtypes(work: Work, low: Sequence[torch.dtype]) -> list[torch.dtype]:
     if work in LOOPS or work in _BFLOAT16_ALONE:
         low = [dtype for dtype in low if dtype is torch.bfloat16]
     return [*low] if work is Work.CAST or work in _BFLOAT16_ALONE else [torch.float32, *low]
-
-
-def _rounded(seconds: float) -> float:
-    """Round to four digits, more than any clock here is good for."""
-    return float(f"{seconds:.4g}")
 
 
 def _seconds(run: Run) -> float:
@@ -397,23 +390,13 @@ def _cast(elements: int) -> Case:
 
 #: (batch, input channels, size, output channels)
 _CONVOLUTIONS: Final = (
-    (1, 16, 8, 16),
-    (1, 32, 14, 32),
-    (1, 64, 14, 64),
-    (8, 64, 14, 64),
-    (8, 64, 28, 64),
-    (8, 128, 28, 128),
-)
+    (1, 16, 8, 16), (1, 32, 14, 32), (1, 64, 14, 64), (8, 64, 14, 64), (8, 64, 28, 64), (8, 128, 28, 128),
+)  # fmt: skip
 _THIN: Final = ((1, 1, 14, 8), (1, 1, 28, 32), (8, 1, 28, 32), (64, 1, 28, 32), (4, 3, 112, 64))
 #: (batch, heads, length, width)
 _HEADS: Final = (
-    (1, 2, 16, 16),
-    (1, 4, 32, 16),
-    (2, 4, 64, 32),
-    (4, 8, 64, 64),
-    (4, 8, 128, 64),
-    (4, 8, 256, 64),
-)
+    (1, 2, 16, 16), (1, 4, 32, 16), (2, 4, 64, 32), (4, 8, 64, 64), (4, 8, 128, 64), (4, 8, 256, 64),
+)  # fmt: skip
 _ELEMENTS: Final = tuple(2**power for power in (9, 12, 15, 18, 20, 22, 24))
 
 _BFLOAT16_ALONE: Final = LOOPS_ALONE.union(*ATTENTION_WAYS.values())

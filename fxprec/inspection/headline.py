@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch.fx import GraphModule, Node
@@ -26,16 +26,12 @@ from torch.fx import GraphModule, Node
 from fxprec.inspection.figures import Activations, Weights, count, size_text
 from fxprec.inspection.nodes import NamedNode, op_name, places, source_line
 from fxprec.inspection.rehearsal import HeldMemory, Rehearsal, Traffic
-from fxprec.inspection.text import Printed, columns, few, folded, titled
+from fxprec.inspection.text import Printed, RenderableType, columns, few, folded, titled
 from fxprec.model.conversion import Conversion
 from fxprec.model.net import RUNS_AS_TOLD, RUNS_FP32
 from fxprec.passes.graph.annotations import Rule, notes
 from fxprec.passes.graph.text import dtype_name, shown_dtype
 from fxprec.passes.ops.table import facts_at, facts_of
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 
 #: Modules that are named for an op.
 _PLACES: Final = 3

@@ -213,7 +213,5 @@ def _bytes(more: list[Node], fewer: list[Node], widened: list[Node], grows: bool
     casts = [(each, CAST_BYTES) for each in more if not _is_weight(each)]
     casts += [(each, -CAST_BYTES) for each in fewer if not is_shadow(each)]
     moved = [*casts, *((each, 2 if grows else -2) for each in widened)]
-    counts = [elements(node) for node, _ in moved]
-    if any(count is None for count in counts):
-        return None
-    return sum(count * size for count, (_, size) in zip(counts, moved, strict=True) if count is not None)
+    counts = [(elements(node), size) for node, size in moved]
+    return None if any(count is None for count, _ in counts) else sum((count or 0) * size for count, size in counts)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -49,7 +49,16 @@ from fxprec.inspection.nodes import (
 )
 from fxprec.inspection.prices import UNKNOWN, Prices
 from fxprec.inspection.rehearsal import HeldMemory, Rehearsal, rehearse
-from fxprec.inspection.text import Printed, columns, in_one, stacked, titled, without_advice, without_figures
+from fxprec.inspection.text import (
+    Printed,
+    RenderableType,
+    columns,
+    in_one,
+    stacked,
+    titled,
+    without_advice,
+    without_figures,
+)
 from fxprec.inspection.unnamed import Unnamed, unnamed_methods
 from fxprec.model.captured import Captured, in_present_mode, of_last_call
 from fxprec.model.conversion import Conversion, conversion_of, is_converted
@@ -59,9 +68,6 @@ from fxprec.passes.graph.annotations import Rule, graph_notes, module_path, note
 from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.graph.text import dtype_name, shown_dtype
 from fxprec.passes.ops.table import facts_of
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 #: Names of guarded values that are printed; ``GraphReport.guarded`` has all.
 _SHOWN: Final = 12

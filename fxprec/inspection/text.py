@@ -20,6 +20,8 @@ import torch
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+else:  # rich is imported when something is printed
+    RenderableType = Any
 
 
 #: Columns of the plain text: nothing is ever wrapped, so that grep finds what it looks for.

@@ -26,8 +26,7 @@ from fxprec.numerics.step import compared
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.tape.adjoint import ErrorTerm, inner, measured, opened, terms
-from fxprec.tape.memory import TensorPlace, difference
-from fxprec.tape.operation import OpOrigin
+from fxprec.tape.memory import OpOrigin, TensorPlace, difference
 from fxprec.tape.recorder import Decision, OpRecorder, line_of, record
 
 #: Of the error: what stands in a bend for want of a derivative and is less is not remarked on.
@@ -162,7 +161,7 @@ def ledger_of(
     if reference is None:
         reference = torch.float64 if settings.device == "cpu" else torch.float32
     wants = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in problem.model.parameters())
-    builder = _LedgerBuilder(Prices(settings, wants))
+    builder = _LedgerBuilder(problem.model, Prices(settings, wants), gradients, reads, signs)
     for batch in batches:
         run = functools.partial(_run, problem, batch, gradients)
         own: OwnWay | None = None
@@ -176,7 +175,7 @@ def ledger_of(
                     continue
                 done = asked or not recorded[0].decisions
                 if done:
-                    _audit_run(problem.model, *recorded, own, gradients, builder, reads, signs)
+                    builder.add_run(*recorded, own)
             if not done:
                 own, asked = own_way(problem.model, run, reference), True
             del recorded
@@ -199,50 +198,6 @@ def _run(problem: Problem, batch: Batch, gradients: bool) -> Tensor | list[Tenso
             raise ValueError("gradients=True, and what the model gives depends on no parameter that wants a gradient")
         total.sum().backward()
     return value
-
-
-def _audit_run(
-    model: nn.Module,
-    recorder: OpRecorder,
-    value: Tensor | list[Tensor],
-    own: OwnWay | None,
-    gradients: bool,
-    builder: _LedgerBuilder,
-    reads: InputErrors | None,
-    signs: bool,
-) -> None:
-    """Add the error of a recorded run to the ledger; ``own`` has the reference's own results, if they are others."""
-    # Places, not tensors, are kept: the walk backwards lets memory go, op by op.
-    memory = recorder.memory
-    places = [memory.place(each.detach()) for each in (value if isinstance(value, list) else [value])]
-    fits = own is not None and [tuple(each.shape) for each in own.values] == [place.size for place in places]
-    if own is not None and not fits:
-        builder.remark(f"not comparable with the reference, which gives other shapes: {recorder.decisions[0]}")
-    apart = _Apart(recorder, places, own.values if own is not None and fits else ())
-    low = exact = None
-    if isinstance(value, Tensor):
-        low, exact = float(memory.low(places[0])), float(apart.exact(0))
-        targets = [(places[0], torch.ones_like(memory.exact(places[0])))]
-    else:
-        builder.target = "outputs"
-        targets = _along_signs(recorder, places, len(builder.samples)) if signs else apart.along_error()
-    # Parameters that the reference's own way reaches and the run does not count in full: their gradient in the run is
-    # 0.
-    if gradients:
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        places = [memory.place(gradient.detach()) for gradient in found.values()]
-        others = dict(own.gradients) if own is not None and fits else {}
-        paired = [others.pop(name, torch.zeros_like(memory.exact(p))) for name, p in zip(found, places, strict=True)]
-        apart = _Apart(recorder, places, paired if own is not None and fits else (), [*others.values()])
-        builder.note_gradients([*found], apart)
-        targets = apart.along_error()
-    _check_finite(recorder, places)
-    by_python = apart.part_in(targets)
-    error = measured(recorder, targets) + by_python
-    builder.note_decisions(recorder, own, by_python)
-    del value
-    passing = terms(recorder, targets)
-    builder.add(recorder, passing if reads is None else reads.noted(passing), low, exact, error, by_python)
 
 
 class _Apart:
@@ -331,13 +286,15 @@ class _Entry:
 
 
 class _LedgerBuilder:
-    """Ledger in the making: rows that grow while batches come in. ``samples``: one a batch."""
+    """Ledger in the making: rows that grow while batches come in; ``reads`` and ``signs`` as of ``ledger_of``."""
 
-    def __init__(self, prices: Prices) -> None:
-        self._prices = prices
+    def __init__(
+        self, model: nn.Module, prices: Prices, gradients: bool, reads: InputErrors | None, signs: bool
+    ) -> None:
+        self._model, self._prices, self._gradients, self._reads, self._signs = model, prices, gradients, reads, signs
         self.target: Literal["loss", "outputs"] = "loss"
         self._entries: dict[OpOrigin, _Entry] = {}
-        self.samples: list[Sample] = []
+        self._samples: list[Sample] = []
         self._errors: dict[str, list[float]] = {}
         self._remarks: dict[str, None] = {}
         self._swallowed: dict[str, None] = {}
@@ -347,20 +304,49 @@ class _LedgerBuilder:
         self._sizes: dict[tuple[int, str], Any] = {}
         self.overflown = False  # in the latest batch the run has inf or nan where the reference has none
 
-    def add(
-        self,
-        recorder: OpRecorder,
-        terms: Iterable[ErrorTerm],
-        low: float | None,
-        exact: float | None,
-        error: float,
-        by_python: float = 0.0,
-    ) -> None:
-        """Add one batch; ``by_python``: the part of the error that comes of numbers that Python read."""
+    def add_run(self, recorder: OpRecorder, value: Tensor | list[Tensor], own: OwnWay | None) -> None:
+        """Add the error of a recorded run; ``own`` has the reference's own results, if they are others."""
+        # Places, not tensors, are kept: the walk backwards lets memory go, op by op.
+        memory = recorder.memory
+        places = [memory.place(each.detach()) for each in (value if isinstance(value, list) else [value])]
+        alike = own is not None and [tuple(each.shape) for each in own.values] == [place.size for place in places]
+        fitting = own if alike else None
+        if own is not None and fitting is None:
+            self.remark(f"not comparable with the reference, which gives other shapes: {recorder.decisions[0]}")
+        apart = _Apart(recorder, places, () if fitting is None else fitting.values)
+        low = exact = None
+        if isinstance(value, Tensor):
+            low, exact = float(memory.low(places[0])), float(apart.exact(0))
+            targets = [(places[0], torch.ones_like(memory.exact(places[0])))]
+        else:
+            self.target = "outputs"
+            targets = _along_signs(recorder, places, len(self._samples)) if self._signs else apart.along_error()
+        # Parameters that the reference's own way reaches and the run does not count in full: their gradient in the run
+        # is 0.
+        if self._gradients:
+            found = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
+            places = [memory.place(gradient.detach()) for gradient in found.values()]
+            more = {} if fitting is None else dict(fitting.gradients)
+            paired = [more.pop(name, torch.zeros_like(memory.exact(p))) for name, p in zip(found, places, strict=True)]
+            apart = _Apart(recorder, places, () if fitting is None else paired, [*more.values()])
+            self._note_gradients([*found], apart)
+            targets = apart.along_error()
+        _check_finite(recorder, places)
+        by_python = apart.part_in(targets)
+        error = measured(recorder, targets) + by_python
+        self._note_decisions(recorder, own, by_python)
+        del value
+        passing = terms(recorder, targets)
+        if self._reads is not None:
+            passing = self._reads.noted(passing)
+        self._add(recorder, passing, Sample(low, exact, error, by_python))
+
+    def _add(self, recorder: OpRecorder, terms: Iterable[ErrorTerm], sample: Sample) -> None:
+        """Add one batch; the sample explains the part of the error that comes of numbers that Python read."""
         self._sizes |= recorder.sizes
         self.overflown = bool(recorder.overflown)
+        explained = sample.explained
         own: dict[OpOrigin, float] = {}
-        explained = by_python
         for term in terms:
             operation = term.operation
             entry = self._entries.setdefault(operation.origin, _Entry(operation.origin))
@@ -386,7 +372,7 @@ class _LedgerBuilder:
             self._remarks[f"{name} works on sparse tensors, or resizes memory: what it gives is taken for exact"] = None
         for name in sorted(recorder.outgrown):
             self._remarks[f"{name} would give another shape in the reference: it takes the run's"] = None
-        self.samples.append(Sample(low, exact, error, explained))
+        self._samples.append(replace(sample, explained=explained))
 
     def note_swallowed(self, found: Swallow | None) -> None:
         """Remark on an overflow that is no mask and that an op made finite again; None: there is none."""
@@ -398,7 +384,7 @@ class _LedgerBuilder:
                 f"bend of {found.name}; fxprec.numerics.locate tells more"
             )
 
-    def note_gradients(self, names: Sequence[str], apart: _Apart) -> None:
+    def _note_gradients(self, names: Sequence[str], apart: _Apart) -> None:
         """Add the error of each parameter's gradient."""
         for number, (name, error) in enumerate(zip(names, apart.errors(), strict=True)):
             # Squares add up over batches; the root is taken at the end.
@@ -410,7 +396,7 @@ class _LedgerBuilder:
         """Add a remark, once however often it comes."""
         self._remarks[text] = None
 
-    def note_decisions(self, recorder: OpRecorder, own: OwnWay | None, by_python: float) -> None:
+    def _note_decisions(self, recorder: OpRecorder, own: OwnWay | None, by_python: float) -> None:
         """Remark on what Python read otherwise than the reference would have, where anything comes of that."""
         if not recorder.decisions:
             return
@@ -438,7 +424,7 @@ class _LedgerBuilder:
         nodes = {(number, place.name): place.node for number, gm in enumerate(graphs) for place in places(number, gm)}
         with sized(nodes, self._sizes):
             rows = [_row(entry, total, self._prices, nodes) for entry in self._entries.values()]
-        samples = tuple(self.samples)
+        samples = tuple(self._samples)
         # A missing derivative is worth a remark only where errors of some size meet it.
         least = _NOTABLE * sum(abs(sample.measured) for sample in samples)
         lacking = (

@@ -371,7 +371,7 @@ def _canonical(birth: Birth) -> str:
 
 def clamped_lines(step: TrainingStep, birth: Birth) -> str:
     """Return where to clamp values to float16's range for the step to be finite, as code; "": that does not help."""
-    lines: dict[_Line, None] = {}
+    lines: dict[tuple[str, str], None] = {}
     left: Birth | None = birth
     while left is not None and len(lines) < _MOST_LINES:
         line = _line_of(left)
@@ -382,25 +382,21 @@ def clamped_lines(step: TrainingStep, birth: Birth) -> str:
         left = None if fault is None else fault[0]
     if left is not None:
         return ""
-    places = " and of ".join(f"{line.op} ({line.source})" for line in lines)
+    places = " and of ".join(f"{op} ({source})" for source, op in lines)
     return f"x.clamp(-{_LIMIT:g}, {_LIMIT:g})  # in place of x, the result of {places}: what is larger saturates"
 
 
-class _Line(NamedTuple):
-    """A line of the user's code, and the op there."""
+def _line_of(birth: Birth) -> tuple[str, str] | None:
+    """Return the line of the user's, and the op there, that computes a value which is too large.
 
-    source: str
-    op: str
-
-
-def _line_of(birth: Birth) -> _Line | None:
-    """Return the line of the user's that computes a value which is too large; of casts and views what they read."""
+    Of casts and views it is that of what they read.
+    """
     node = birth.origin.node
     while node is not None and (node.target in CASTS or (is_view(node) and node.all_input_nodes)):
         node = next(iter(node.all_input_nodes), None)
     if node is None or birth.origin.backward or not is_own_code(node):
         return None
-    return _Line(source_line(node), op_name(node))
+    return source_line(node), op_name(node)
 
 
 class _Clamping(Births):
@@ -408,7 +404,7 @@ class _Clamping(Births):
 
     def __init__(
         self, sources: Iterable[tuple[Tensor, Source]], weights: Mapping[str, Tensor], flushed: bool = False,
-        lines: frozenset[_Line] = frozenset(),
+        lines: frozenset[tuple[str, str]] = frozenset(),
     ) -> None:  # fmt: skip
         super().__init__(sources, weights, flushed)
         self._lines = lines
@@ -418,7 +414,7 @@ class _Clamping(Births):
         """Run a node, and clamp its result where its line is one of those."""
         result = super().look(node, run)
         if node.node not in self._clamps:
-            self._clamps[node.node] = _Line(source_line(node.node), op_name(node.node)) in self._lines
+            self._clamps[node.node] = (source_line(node.node), op_name(node.node)) in self._lines
         if not self._clamps[node.node]:
             return result
         return tree_map_only(Tensor, lambda x: x.clamp(-_LIMIT, _LIMIT) if x.is_floating_point() else x, result)

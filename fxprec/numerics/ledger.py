@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from fxprec.errors import FxprecError
 from fxprec.inspection.measured import Subject
 from fxprec.inspection.nodes import places
 from fxprec.inspection.prices import Alternative
-from fxprec.inspection.text import Printed, as_json, layers_together, stacked, table, titled
+from fxprec.inspection.text import Printed, RenderableType, as_json, layers_together, stacked, table, titled
 from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.model.conversion import conversion_of
 from fxprec.numerics.overrides import in_fp32, readers
@@ -37,9 +37,6 @@ from fxprec.passes.graph.annotations import notes, weight_path
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.ops.table import facts_of
 from fxprec.tape.recorder import Decision
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 #: Rows that are printed.
 _SHOWN: Final = 10

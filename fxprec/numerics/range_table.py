@@ -9,19 +9,15 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxprec.inspection.measured import Subject
-from fxprec.inspection.text import Printed, as_json, layers_together, stacked, table, titled
+from fxprec.inspection.text import Printed, RenderableType, as_json, layers_together, stacked, table, titled
 from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.scale import LARGEST_SCALE, SMALLEST_SCALE
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 
 #: Elements that are counted at a time: what that needs in memory is some bytes for each.
 _AT_A_TIME: Final = 1 << 22

@@ -6,14 +6,11 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from fxprec.inspection.figures import count
-from fxprec.inspection.text import Printed, as_json, few, folded, stacked, table, titled
+from fxprec.inspection.text import Printed, RenderableType, as_json, few, folded, stacked, table, titled
 from fxprec.passes.policy.policy import Policy
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 #: Overrides that are printed.
 _SHOWN: Final = 20

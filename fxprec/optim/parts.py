@@ -21,7 +21,7 @@ from torch import Tensor
 from fxprec.host_reads import capturing
 from fxprec.kernels.launch.operands import FLOATS, is_dense_tensor
 from fxprec.kernels.launch.rounding import rounding_offset, stochastic_round
-from fxprec.kernels.launch.triton_support import HAS_TRITON, can_launch, interpreting
+from fxprec.kernels.launch.triton_support import HAS_TRITON, can_launch
 from fxprec.kernels.optim.tables import Gradients
 from fxprec.kernels.torch_internals import FakeTensor, is_traceable_wrapper_subclass
 from fxprec.optim.shadow_copies import ShadowCopies
@@ -230,10 +230,8 @@ def kernel_for(
 
 def why_not(param: Tensor, gradient: Tensor, state: torch.dtype | None = None, stochastic: bool = False) -> str | None:
     """Return why torch's kernels update a parameter, or None: ours do. ``stochastic``: low ones are rounded so."""
-    if not HAS_TRITON:
-        return "Triton is not installed"
-    if param.device.type != "cuda" and not interpreting():
-        return f"on {param.device.type}"
+    if not can_launch(param.device):
+        return f"on {param.device.type}" if HAS_TRITON else "Triton is not installed"
     if param.dtype not in FLOATS or gradient.dtype not in FLOATS:
         return f"{param.dtype} with a gradient of {gradient.dtype}"
     if stochastic and is_low(param):
@@ -296,7 +294,7 @@ def _split(
     places = [*map(_place, params)]
     # Few devices and dtypes, hundreds of tensors: what depends on the former alone is asked once.
     distinct = {*places}
-    served = {device for device, _ in distinct if can_launch(device)}
+    served = any(can_launch(device) for device, _ in distinct)
     if not served and not compiled and len(distinct) == 1:  # the usual case on a CPU, without a check of each tensor
         return {(*places[0], None, "torch"): range(len(params))}
     # All states of a parameter but its step have one dtype: one of them tells it.
@@ -305,10 +303,6 @@ def _split(
     # Gradients' dtypes matter to our kernels, which are compiled for one; torch's get gradients that were cast.
     split: dict[tuple[torch.device, torch.dtype, torch.dtype | None, Kernel], list[int]] = {}
     for i, (device, dtype) in enumerate(places):
-        kernel: Kernel = "torch"
-        if device in served and why_not(params[i], grads[i], state_dtypes[i], stochastic) is None:
-            kernel = "triton"
-        elif compiled and why_no_loop(params[i], grads[i]) is None:
-            kernel = "compiled"
+        kernel, _ = kernel_for(params[i], grads[i], state_dtypes[i], compiled, stochastic)
         split.setdefault((device, dtype, grads[i].dtype if kernel == "triton" else None, kernel), []).append(i)
     return split

@@ -81,10 +81,9 @@ class LossScale:
     def set(self, scale: float, growth_tracker: int, hysteresis_left: int) -> None:
         """Overwrite, in place where there are tensors: captured CUDA graphs hold their addresses."""
         self.start = (scale, growth_tracker, hysteresis_left)
-        if self.scale is not None and self.growth_tracker is not None and self.hysteresis_left is not None:
-            self.scale.fill_(scale)
-            self.growth_tracker.fill_(growth_tracker)
-            self.hysteresis_left.fill_(hysteresis_left)
+        for name, number in zip(_NUMBERS, self.start, strict=True):
+            if (tensor := getattr(self, name)) is not None:
+                tensor.fill_(number)
 
     def update(self, found_inf: Tensor, rule: UpdateRule) -> None:
         """Move the scale in place. ``found_inf``: 0-dim FP32 on the scale's device, above 0 after an overflow."""

@@ -48,8 +48,7 @@ from torch import Tensor
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.tape.attribution import NodeByNode
 from fxprec.tape.exact_ops import EXACT
-from fxprec.tape.memory import Memory, TensorPlace, difference
-from fxprec.tape.operation import Operation, Read, full_fp32
+from fxprec.tape.memory import Memory, Operation, Read, TensorPlace, difference, full_fp32
 from fxprec.tape.recorder import OpRecorder
 from fxprec.torch_internals import tree_unflatten
 

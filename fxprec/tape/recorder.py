@@ -18,8 +18,7 @@ from fxprec.inspection.text import as_json
 from fxprec.model.conversion import conversion_of
 from fxprec.passes.graph.annotations import nested
 from fxprec.tape.attribution import Attribution, NodeOf, observe, written_by
-from fxprec.tape.memory import Memory, Size, TensorPlace
-from fxprec.tape.operation import Operation, OpOrigin, full_fp32, is_place
+from fxprec.tape.memory import Memory, Operation, OpOrigin, Size, TensorPlace, full_fp32, is_place
 from fxprec.torch_internals import (
     aten_foreach_copy_,
     aten_to_copy,

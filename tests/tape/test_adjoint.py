@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fxprec.tape import adjoint
 from fxprec.tape.adjoint import _LINEAR, _PRODUCTS, OpResult, inner, measured, pull, terms
 from fxprec.tape.exact_ops import EXACT, draws
-from fxprec.tape.memory import TensorPlace
-from fxprec.tape.operation import Operation, OpOrigin
+from fxprec.tape.memory import Operation, OpOrigin, TensorPlace
 from fxprec.tape.recorder import OpRecorder
 from fxprec.torch_internals import aten_to_copy
 
