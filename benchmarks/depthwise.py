@@ -3,9 +3,9 @@
     python -m benchmarks depthwise
 
 Milliseconds of a forward with its backward, in turns, the fastest of several; "x": torch's over ours. "taken": whether
-a converted model takes ours at these sizes (``fxprec.kernels.cpu.depthwise.pays``). The error is the norm of the
-distance of both gradients to float64, over that of torch's. ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment
-holds oneDNN to an older processor's instructions. Nothing is written.
+a converted model takes ours at these sizes (``pays`` of ``fxprec.kernels.calls.depthwise_conv2d``). The error is the
+norm of the distance of both gradients to float64, over that of torch's. ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the
+environment holds oneDNN to an older processor's instructions. Nothing is written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 import fxprec
 from benchmarks.measure.interleaved import fastest
-from fxprec.kernels.cpu.depthwise import depthwise_conv2d, pays
+from fxprec.kernels.calls.depthwise_conv2d import DEPTHWISE, pays
 
 __all__ = ["SIZES", "Found", "Size", "main", "measure"]
 
@@ -73,7 +73,7 @@ def measure(size: Size, seconds: float = _SECONDS) -> Found:
         return torch.autograd.grad(F.conv2d(x, w, None, stride, padding, dilation, groups), (x, w), gradient)
 
     def ours() -> Sequence[Tensor]:
-        return torch.autograd.grad(depthwise_conv2d(x, w, None, stride, padding, dilation), (x, w), gradient)
+        return torch.autograd.grad(DEPTHWISE(x, w, None, [*stride], [*padding], [*dilation]), (x, w), gradient)
 
     wide = [each.detach().double().requires_grad_() for each in (x, w)]
     y = F.conv2d(wide[0], wide[1], None, stride, padding, dilation, groups)

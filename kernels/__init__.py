@@ -16,14 +16,7 @@ if TYPE_CHECKING:
     from fxprec.kernels.nn.linear_cross_entropy import linear_cross_entropy
     from fxprec.kernels.nn.rope import rope, rope_qk
 
-__all__ = [
-    "batch_norm",
-    "cross_entropy",
-    "group_norm",
-    "linear_cross_entropy",
-    "rope",
-    "rope_qk",
-]
+__all__ = ["batch_norm", "cross_entropy", "group_norm", "linear_cross_entropy", "rope", "rope_qk"]
 
 _MODULES = {name: name for name in __all__} | {"rope_qk": "rope"}
 

@@ -32,8 +32,7 @@ from typing import Final
 import torch
 
 from fxprec.errors import ServiceWarning
-from fxprec.kernels.cpu.processor import BFloat16Units, bfloat16_units, cpuinfo, instruction_limit
-from fxprec.kernels.launch.cache_folder import cache_folder
+from fxprec.kernels.cpu.processor import BFloat16Units, bfloat16_units, cache_folder, cpuinfo, instruction_limit
 from fxprec.passes.costs.device_costs import ATTENTION_WAYS, LOOPS, Curve, DeviceCosts, Work
 
 _FILE: Final[Mapping[BFloat16Units, str]] = {

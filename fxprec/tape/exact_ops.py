@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxprec.kernels.cpu import depthwise, layer_norm
+from fxprec.kernels.calls import depthwise_conv2d, layer_norm
 from fxprec.kernels.cpu.attention import plain_gradients, scores
 from fxprec.kernels.cpu.attention_products import in_blocks, out_of_blocks
 from fxprec.kernels.nn import max_pool
@@ -432,7 +432,7 @@ EXACT: Final[dict[str, Callable[..., Any]]] = {
     "fxprec::linear_cross_entropy_backward": _linear_cross_entropy_backward,
     "fxprec::scaled_gradient": _scaled_gradient,
     "fxprec::max_pool2d_backward": max_pool.backward_reference,
-    "fxprec::depthwise_conv2d_backward": depthwise.backward_reference,
+    "fxprec::depthwise_conv2d_backward": depthwise_conv2d.backward_reference,
     "fxprec::layer_norm_backward": layer_norm.backward_reference,
     "aten::_scaled_dot_product_flash_attention_for_cpu": _torchs,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _torchs_backward,

@@ -28,11 +28,7 @@ def cross_entropy(
     Args:
         compiled: on a CPU many logits run as a C++ loop.
     """
-    options: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "reduction": reduction,
-        "label_smoothing": label_smoothing,
-    }
+    options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
     wide = target.dtype is torch.float64 or (weight is not None and weight.dtype is torch.float64)
     if not wide and (weight is None or not weight.requires_grad):
         labels = weight is None and not target.is_floating_point()

@@ -62,7 +62,7 @@ def run_for(x: Tensor, cos: Tensor, sin: Tensor, half: int | str | None) -> Run 
 
 def _is_looped(*tensors: Tensor) -> bool:
     """Return whether a compiled loop serves these."""
-    return runs_eagerly() and all(map(suits_loops, tensors))
+    return runs_eagerly() and suits_loops(*tensors)
 
 
 def _as_the_kernel_takes(x: Tensor, cos: Tensor, sin: Tensor, half: Any) -> tuple[Tensor, Sequence[Tensor]] | None:

@@ -192,13 +192,7 @@ class _Softmax:
 
 
 def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    kept: bool,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float, kept: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and P of all blocks, one after the other, if it is kept."""
     wide, plan = torch.promote_types(query.dtype, torch.float32), _Plan.of(query, key, causal)

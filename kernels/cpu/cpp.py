@@ -29,7 +29,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.cache_folder import cache_folder
+from fxprec.kernels.cpu.processor import cache_folder
 
 _X86: Final = platform.machine() in ("x86_64", "AMD64")
 #: No fast math: NaN and infinities stay. No contraction to FMA, which vectors and the rest of a row might do in

@@ -1,4 +1,4 @@
-"""Reads the capabilities of this machine's CPU from the system and from torch."""
+"""Describes this machine: what its CPU can do, by the system and by torch, and the folder for what is cached on it."""
 
 from __future__ import annotations
 
@@ -54,6 +54,15 @@ def instruction_limit() -> str:
     """
     named = (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")).lower()
     return named if named in (*_WITHOUT_UNITS, *_WITHOUT_TILES) else ""
+
+
+def cache_folder() -> Path:
+    """Return the folder of measured costs and compiled C++: ``$FXPREC_CACHE_DIR``, else ``fxprec`` in the user's cache.
+
+    The user's cache is ``$XDG_CACHE_HOME``, else ``~/.cache``.
+    """
+    own, general = os.environ.get("FXPREC_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    return Path(own) if own else Path(general or Path.home() / ".cache") / "fxprec"
 
 
 def cpuinfo(key: str) -> str:

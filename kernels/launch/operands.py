@@ -60,11 +60,17 @@ def is_dense_tensor(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride())
 
 
-def suits_loops(x: Tensor) -> bool:
-    """Return whether a hand-written C++ loop can read the tensor: plain bfloat16 or FP32 values in a CPU's memory."""
-    return (
-        x.device.type == "cpu"
-        and x.dtype in (torch.bfloat16, torch.float32)
-        and (type(x) in PLAIN or isinstance(x, FakeTensor))
-        and not x.is_neg()
-    )
+def suits_loops(*tensors: Tensor | None) -> bool:
+    """Return whether hand-written C++ loops can read the tensors: plain bfloat16 or FP32 values in a CPU's memory.
+
+    None, an operand that is left out, suits them.
+    """
+    for x in tensors:
+        if x is not None and (
+            x.device.type != "cpu"
+            or (x.dtype is not torch.bfloat16 and x.dtype is not torch.float32)
+            or (type(x) not in PLAIN and not isinstance(x, FakeTensor))
+            or x.is_neg()
+        ):
+            return False
+    return True

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.triton_support import constant, constexpr, jit, on_device, tl
-from fxprec.kernels.nn.batch_norm_tiles import channel_mean, divided, over_tile
+from fxprec.kernels.nn.batch_norm_tiles import channel_mean, channel_values, divided, over_tile
 from fxprec.kernels.nn.column_sums import add_parts
 from fxprec.kernels.nn.group_norm_kernels import gradient_tile
 
@@ -97,16 +97,6 @@ def tile_at(start, high, channel, channels, PT: constexpr):
     pixel = start + tl.arange(0, PT)
     inside = (pixel < high)[:, None] & (channel < channels)[None, :]
     return pixel.to(tl.int64)[:, None] * channels + channel[None, :], inside
-
-
-@jit()
-def of_channels(parameter, channel, channels, NONE: constexpr):
-    """Load a parameter (fp32, fp16 or bf16 [C], or None: NONE) of these channels. Returns fp32 [CT]."""
-    if parameter is not None:
-        value = tl.load(parameter + channel, mask=channel < channels, other=0.0).to(tl.float32)
-    else:
-        value = tl.full(channel.shape, NONE, tl.float32)
-    return value
 
 
 @jit()
@@ -211,8 +201,8 @@ def normalize_kernel(
     sample, channel, low, high, _ = slab_place(channels, pixels, CT, PT)
     mean, rstd = of_groups(statistics, total, sample, channel, channels, CPG)
     # A program's channels may belong to several groups: terms are vectors over channels.
-    scale = (rstd * of_channels(weight, channel, channels, 1.0))[None, :]
-    shift = of_channels(bias, channel, channels, 0.0)[None, :]
+    scale = (rstd * channel_values(weight, channel, channels, 1.0))[None, :]
+    shift = channel_values(bias, channel, channels, 0.0)[None, :]
     first = sample * pixels * channels
     for start in tl.range(low, high, PT, num_stages=STAGES):
         offsets, inside = tile_at(start, high, channel, channels, PT)
@@ -236,8 +226,8 @@ def channel_sums_kernel(
     channels = divided(channels, VECTOR)
     sample, channel, low, high, place = slab_place(channels, pixels, CT, PT)
     mean, rstd = of_groups(statistics, total, sample, channel, channels, CPG)
-    scale = of_channels(weight, channel, channels, 1.0)[None, :]
-    shift = of_channels(bias, channel, channels, 0.0)[None, :]
+    scale = channel_values(weight, channel, channels, 1.0)[None, :]
+    shift = channel_values(bias, channel, channels, 0.0)[None, :]
     first = sample * pixels * channels
     products = tl.zeros((PT, CT), tl.float32)
     plain = tl.zeros((PT, CT), tl.float32)
@@ -266,7 +256,7 @@ def group_sums_kernel(
     slope = tl.zeros((PARTS, BLOCK), tl.float32)
     for start in range(0, CPG, BLOCK):
         place, inside, channel = group_place(groups, channels, start, parts, CPG, PARTS, BLOCK)
-        scale = of_channels(weight, channel, channels, 1.0)[None, :]
+        scale = channel_values(weight, channel, channels, 1.0)[None, :]
         slope += tl.load(sums + place, mask=inside, other=0.0) * scale
         level += tl.load(sums + rows.to(tl.int64) * channels + place, mask=inside, other=0.0) * scale
     target = levels + tl.program_id(0)
@@ -288,8 +278,8 @@ def input_gradient_kernel(
     sample, channel, low, high, _ = slab_place(channels, pixels, CT, PT)
     mean, rstd = of_groups(statistics, total, sample, channel, channels, CPG)
     level, slope = of_groups(levels, total, sample, channel, channels, CPG)
-    scale = of_channels(weight, channel, channels, 1.0)[None, :]
-    shift = of_channels(bias, channel, channels, 0.0)[None, :]
+    scale = channel_values(weight, channel, channels, 1.0)[None, :]
+    shift = channel_values(bias, channel, channels, 0.0)[None, :]
     first = sample * pixels * channels
     for start in tl.range(low, high, PT, num_stages=STAGES):
         offsets, inside = tile_at(start, high, channel, channels, PT)

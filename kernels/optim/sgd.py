@@ -21,15 +21,7 @@ from typing import Final
 from torch import Tensor
 
 from fxprec.kernels.launch.triton_support import constexpr, jit, on_device, tl
-from fxprec.kernels.optim.tables import (
-    PARAM,
-    SHADOW,
-    STATE,
-    Gradients,
-    chunk_place,
-    elements_at,
-    written_aligned,
-)
+from fxprec.kernels.optim.tables import PARAM, SHADOW, STATE, Gradients, chunk_place, elements_at, written_aligned
 
 _BLOCK: Final = 512
 

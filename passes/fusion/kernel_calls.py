@@ -52,7 +52,7 @@ from fxprec.kernels.calls.attention import FromFlop, cpu_attention
 from fxprec.kernels.calls.batch_norm import batch_norm
 from fxprec.kernels.calls.cross_entropy import FEWEST_FOR_LOOP as FEWEST_LOGITS
 from fxprec.kernels.calls.cross_entropy import cross_entropy
-from fxprec.kernels.calls.depthwise_conv2d import depthwise_conv2d, pair
+from fxprec.kernels.calls.depthwise_conv2d import depthwise_conv2d, has_no_kernel, pair
 from fxprec.kernels.calls.group_norm import group_norm
 from fxprec.kernels.calls.layer_norm import layer_norm
 from fxprec.kernels.calls.max_pool2d import FEWEST_FOR_LOOP as FEWEST_POOLED
@@ -307,8 +307,6 @@ def _depthwise(node: Node, around: WholeGraph) -> object | None:
     given = [argument(node, 3 + i, name, default) for i, (name, default) in enumerate(_OF_A_CONVOLUTION.items())]
     if not all(map(_are_numbers, given)) or given[-1] == 1:
         return None
-    from fxprec.kernels.cpu.depthwise import has_no_kernel  # whose ops are registered when it is imported
-
     sizes, (stride, _, dilation, _) = weight_sizes(node), given
     return MATCH if sizes is None or has_no_kernel(sizes, pair(stride), pair(dilation)) else None
 

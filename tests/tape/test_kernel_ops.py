@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import fxprec.kernels as kernels
-from fxprec.kernels.cpu.depthwise import depthwise_conv2d
-from fxprec.kernels.cpu.layer_norm import layer_norm
+from fxprec.kernels.calls.depthwise_conv2d import DEPTHWISE
+from fxprec.kernels.calls.layer_norm import layer_norm
 from fxprec.kernels.launch.kernel_op import _KERNELS
 from fxprec.kernels.nn.max_pool import max_pool2d
 from fxprec.tape.adjoint import measured, terms
@@ -72,7 +72,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "linear cross entropy, rows": (linear(reduction="none", label_smoothing=0.1), [(12, 16), (7, 16), (7,)]),
     "max pooling": (lambda x: max_pool2d(x, (3, 3), (2, 2), (1, 1)), [(3, 4, 5, 5)]),
     "depthwise": (
-        lambda x, w, b: depthwise_conv2d(x, w, b, (2, 2), (2, 2), (1, 1)),
+        lambda x, w, b: DEPTHWISE(x, w, b, [2, 2], [2, 2], [1, 1]),
         [(3, 4, 9, 9), (4, 1, 5, 5), (4,)],
     ),
     "layer norm": (lambda x, w, b: layer_norm(x, (16,), w, b, 1e-5), [(3, 12, 16), (16,), (16,)]),

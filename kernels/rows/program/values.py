@@ -145,12 +145,7 @@ class Builder:
         return None
 
     def _make(
-        self,
-        op: str,
-        args: tuple[Operand, ...],
-        attribute: Any,
-        kind: Kind,
-        extent: tuple[bool, bool] | None = None,
+        self, op: str, args: tuple[Operand, ...], attribute: Any, kind: Kind, extent: tuple[bool, bool] | None = None
     ) -> Value:
         # Numbers by their text, which tells -0.0 from 0.0, and one nan equals another.
         key = (op, tuple(id(a) if isinstance(a, Value) else ("number", repr(a)) for a in args), attribute)

@@ -14,9 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxprec
-from fxprec.kernels.calls import depthwise_conv2d as depthwise_calls
-from fxprec.kernels.cpu import depthwise
-from fxprec.kernels.cpu.depthwise import depthwise_conv2d, pays
+from fxprec.kernels.calls import depthwise_conv2d as depthwise
+from fxprec.kernels.calls.depthwise_conv2d import DEPTHWISE, pays
 
 LOW = torch.bfloat16
 #: Channels, image, filter, stride, padding, dilation.
@@ -55,7 +54,7 @@ def test_forward_to_the_bit_and_gradients_more_exact_than_torchs(
     given = tensors(channels, image, filters, last, bias)
     leaves = [each for each in given if each is not None]
     settings = stride, padding, dilation
-    y, theirs = depthwise_conv2d(*given, *settings), F.conv2d(*given, *settings, channels)
+    y, theirs = DEPTHWISE(*given, *settings), F.conv2d(*given, *settings, channels)
     assert torch.equal(y, theirs) and y.stride() == theirs.stride() and y.dtype is LOW
     dy = torch.randn(y.shape).to(LOW)
     found, eager = torch.autograd.grad(y, leaves, dy), torch.autograd.grad(theirs, leaves, dy)
@@ -71,11 +70,11 @@ def test_forward_to_the_bit_and_gradients_more_exact_than_torchs(
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
 def test_no_other_gradient_is_made(wanted: tuple[int, ...]) -> None:
     given = tensors(4, (9, 9), (5, 5), False, True)
-    whole = torch.autograd.grad(depthwise_conv2d(*given, (1, 1), (2, 2), (1, 1)).sum(), given)
+    whole = torch.autograd.grad(DEPTHWISE(*given, (1, 1), (2, 2), (1, 1)).sum(), given)
     for place, each in enumerate(given):
         each.requires_grad_(place in wanted)
     leaves = [given[place] for place in wanted]
-    found = torch.autograd.grad(depthwise_conv2d(*given, (1, 1), (2, 2), (1, 1)).sum(), leaves)
+    found = torch.autograd.grad(DEPTHWISE(*given, (1, 1), (2, 2), (1, 1)).sum(), leaves)
     assert all(torch.equal(own, whole[place]) for own, place in zip(found, wanted, strict=True))
 
 
@@ -88,7 +87,7 @@ def test_second_derivatives() -> None:
         first = torch.autograd.grad(y.square().sum(), (x, w), create_graph=True)
         return torch.autograd.grad(sum(each.double().square().sum() for each in first), (x, w, b))
 
-    own = penalty(*given, depthwise_conv2d)
+    own = penalty(*given, DEPTHWISE)
     exact = penalty(*leaves, lambda *all: F.conv2d(*all, 4))
     assert all(off(each, right) < 2.0**-6 for each, right in zip(own, exact, strict=True))
 
@@ -96,7 +95,7 @@ def test_second_derivatives() -> None:
 @pytest.mark.slow
 def test_the_ops_are_torchs_to_every_tracer() -> None:
     given = tensors(4, (9, 9), (5, 5), False, True)
-    torch.library.opcheck(depthwise._op.op, (*given, [1, 1], [2, 2], [1, 1]))
+    torch.library.opcheck(DEPTHWISE.op, (*given, [1, 1], [2, 2], [1, 1]))
     x, w, _ = (each.detach() for each in given)
     backward = torch.randn(3, 4, 9, 9).to(LOW), x, w, True, [1, 1], [2, 2], [1, 1]
     for wanted in ([True, True, True], [False, True, False]):
@@ -149,13 +148,13 @@ class Net(nn.Module):
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the filters that ran so."""
     found: list[tuple[int, ...]] = []
-    whole = depthwise.depthwise_conv2d
+    whole = DEPTHWISE
 
     def run(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         found.append(tuple(weight.shape))
         return whole(x, weight, *rest)
 
-    monkeypatch.setattr(depthwise, "depthwise_conv2d", run)
+    monkeypatch.setattr(depthwise, "DEPTHWISE", run)
     return found
 
 
@@ -184,7 +183,7 @@ def test_the_graph_says_so_and_runs_torchs_where_no_gradient_is_wanted(taken: li
     with torch.no_grad():
         y = model(x)
     assert not taken and y.shape == (4, 8, 16, 16)
-    nodes = [node for node in fxprec.graph_module(model).graph.nodes if node.target is depthwise_calls.depthwise_conv2d]
+    nodes = [node for node in fxprec.graph_module(model).graph.nodes if node.target is depthwise.depthwise_conv2d]
     assert [node.name for node in nodes] == ["conv2d_1", "conv2d_2"], "of the others the filters say no"
     assert all("its backward runs in FP32" in node.meta["precision"].why for node in nodes)
     model.eval()
@@ -199,7 +198,7 @@ def test_words_for_padding_stay_torchs() -> None:
     y = model(torch.randn(2, 8, 9, 9))
     assert y.shape == (2, 8, 9, 9)
     targets = [node.target for node in fxprec.graph_module(model).graph.nodes]
-    assert depthwise_calls.depthwise_conv2d not in targets
+    assert depthwise.depthwise_conv2d not in targets
 
 
 def test_who_looks_into_the_ops_gets_torchs(taken: list[Any]) -> None:
@@ -207,7 +206,7 @@ def test_who_looks_into_the_ops_gets_torchs(taken: list[Any]) -> None:
     w.requires_grad_()
 
     def f(x: Tensor) -> Tensor:
-        return depthwise_calls.depthwise_conv2d(x, w, b, 1, 2, 1, 4)
+        return depthwise.depthwise_conv2d(x, w, b, 1, 2, 1, 4)
 
     right = f(x)
     assert len(taken) == 1
@@ -230,13 +229,13 @@ def test_what_is_multiplied_is_fp32_with_channels_last(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(depthwise, "backward_reference", run)
     given = tensors(4, (9, 8), (5, 5), False, True)
-    depthwise_conv2d(*given, (1, 1), (2, 2), (1, 1)).sum().backward()
+    DEPTHWISE(*given, (1, 1), (2, 2), (1, 1)).sum().backward()
     assert seen == [(torch.float32, True)] * 2
 
 
 def test_gradients_in_a_batch() -> None:
     x, w, b = tensors(4, (50, 50), (5, 5), False, True)
-    y = depthwise_conv2d(x, w, b, (1, 1), (2, 2), (1, 1))
+    y = DEPTHWISE(x, w, b, (1, 1), (2, 2), (1, 1))
     many = torch.randn(3, *y.shape).to(LOW)
     found = torch.autograd.grad(y, (x, w, b), many, is_grads_batched=True, retain_graph=True)
     for n, dy in enumerate(many):
@@ -244,7 +243,7 @@ def test_gradients_in_a_batch() -> None:
         assert all(off(own[n], right.double()) < 2.0**-7 for own, right in zip(found, each, strict=True))
     jacobian = torch.autograd.functional.jacobian
     runs = [
-        lambda x: depthwise_calls.depthwise_conv2d(x, w, b, 1, 2, 1, 4),
+        lambda x: depthwise.depthwise_conv2d(x, w, b, 1, 2, 1, 4),
         lambda x: F.conv2d(x, w, b, 1, 2, 1, 4),
     ]
     own, theirs = (jacobian(lambda x, run=run: run(x)[0, 0, 0, :3], x, vectorize=True) for run in runs)
@@ -254,7 +253,7 @@ def test_gradients_in_a_batch() -> None:
 def test_the_bias_may_change_and_nothing_else() -> None:
     """As with torch's: no gradient reads it."""
     x, w, b = tensors(4, (9, 9), (5, 5), False, True)
-    y = depthwise_conv2d(x, w, b, (1, 1), (2, 2), (1, 1)).sum()
+    y = DEPTHWISE(x, w, b, (1, 1), (2, 2), (1, 1)).sum()
     with torch.no_grad():
         b.add_(1)
     torch.autograd.grad(y, (x, w, b), retain_graph=True)
@@ -269,7 +268,7 @@ def test_gradients_lie_as_torchs_do() -> None:
     turned, exchanged = torch.randn(3, 4, 8, 9).transpose(2, 3), torch.randn(4, 3, 8, 9).transpose(0, 1)
     for x in (turned, exchanged, torch.randn(3, 4, 1, 1)):
         image = x.to(LOW).requires_grad_()
-        own = depthwise_conv2d(image, w, None, (1, 1), (2, 2), (1, 1))
+        own = DEPTHWISE(image, w, None, (1, 1), (2, 2), (1, 1))
         theirs = F.conv2d(image, w, None, 1, 2, 1, 4)
         dy = torch.randn_like(theirs)
         (one,), (other,) = torch.autograd.grad(own, image, dy), torch.autograd.grad(theirs, image, dy)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxprec
-from fxprec.kernels.calls import layer_norm as layer_norm_calls
-from fxprec.kernels.cpu import layer_norm as kernel
+from fxprec.kernels.calls import layer_norm as kernel
 
 LOW, FP32 = torch.bfloat16, torch.float32
 #: Sizes of x, and how many of its last dimensions are normalized.
@@ -122,7 +121,7 @@ def test_who_looks_into_the_ops_gets_torchs() -> None:
     x, w, b = tensors((6, 8), 1, FP32, True)
 
     def f(x: Tensor) -> Tensor:
-        return layer_norm_calls.layer_norm(x, (8,), w, b, 1e-5)
+        return kernel.layer_norm(x, (8,), w, b, 1e-5)
 
     right = F.layer_norm(x, (8,), w, b, 1e-5)
     assert "NativeLayerNorm" not in type(f(x).grad_fn).__name__
@@ -167,7 +166,7 @@ def test_a_model_s_layer_norm_learns(settings: dict[str, Any]) -> None:
 def test_the_graph_says_so() -> None:
     def norms(model: nn.Module) -> list[Any]:
         nodes = fxprec.graph_module(fxprec.convert(model, dtype=LOW).module).graph.nodes
-        return [node for node in nodes if node.target is layer_norm_calls.layer_norm]
+        return [node for node in nodes if node.target is kernel.layer_norm]
 
     (node,) = norms(Net())
     assert node.meta["precision"].why.endswith("its backward adds up the gradients of weight and bias in FP32")
