@@ -46,8 +46,9 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
         op = canonical_op(node)
         if op is None:
             continue
-        notes(node).op = op = Op(op.name, is_in_place(node, op))
-        if notes(node).as_written:
+        annotations = notes(node)
+        annotations.op = op = Op(op.name, is_in_place(node, op))
+        if annotations.as_written:
             continue
         changed |= _first_by_position(node, op)
         if op.name == "to":

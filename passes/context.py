@@ -7,7 +7,7 @@ then it also runs on the bodies of checkpoints, branches and loops, at any depth
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, TypeAlias
@@ -87,7 +87,7 @@ def bodies_last(rewrite: Pass) -> Pass:
     return _on_each(bodies_behind, rewrite)
 
 
-def _on_each(graphs: Callable[[GraphModule], Iterator[GraphModule]], rewrite: Pass) -> Pass:
+def _on_each(graphs: Callable[[GraphModule], Iterable[GraphModule]], rewrite: Pass) -> Pass:
     @functools.wraps(rewrite)
     def run(gm: GraphModule, context: Context) -> PassResult:
         results = [rewrite(graph, context) for graph in graphs(gm)]

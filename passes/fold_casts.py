@@ -42,7 +42,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context, PassResult, bodies_first
-from fxprec.passes.graph.annotations import UNKNOWN, Precision, Rule, graph_notes, notes
+from fxprec.passes.graph.annotations import UNKNOWN, Precision, Rule, annotated, graph_notes, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
 from fxprec.passes.graph.grad_mode import exposed_values, grad_mode_at_nodes
 from fxprec.passes.graph.subgraphs import bodies_in
@@ -70,7 +70,8 @@ def fold_casts(gm: GraphModule, context: Context) -> PassResult:
 
 def _fold(gm: GraphModule, context: Context) -> int:
     folded = 0
-    casts = dict.fromkeys(filter(_is_cast, gm.graph.nodes))
+    nodes = annotated(gm.graph)
+    casts = dict.fromkeys(node for node, noted in nodes if noted.op.name == "to" and _is_cast(node))
     gradients = grad_mode_at_nodes(gm.graph, context.gradients)
     copies = any(map(_is_users_copy, casts))  # else nobody asks who shares memory that nobody writes to
     roots, written = written_memory(gm.graph)
@@ -78,8 +79,8 @@ def _fold(gm: GraphModule, context: Context) -> int:
     made: dict[tuple[object, torch.dtype, bool], Node] = {}
     looked: dict[Node, torch.dtype] = {}
     kept = {node for node in exposed_values(gm.graph) if gradients[node] and _is_users_copy(node)}
-    for node in list(gm.graph.nodes):
-        if notes(node).dtype is UNKNOWN:
+    for node, noted in nodes:
+        if noted.dtype is UNKNOWN:
             folded += _looks_again(node, looked)
         target = _pure_target(node) if node in casts else None
         if target is None or roots[node] in written or node in kept:

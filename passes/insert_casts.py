@@ -279,8 +279,8 @@ class _CastInserter:
 
     def cast(self, source: Node, wanted: torch.dtype, reader: Node, port: int | str) -> Node:
         """Return what a reader gets for an argument that it wants in a dtype: a cast, or the argument itself."""
-        info = notes(source).dtype
-        same = actual_dtype(source) == wanted
+        annotations = notes(source)
+        info, same = annotations.dtype, annotations.precision.output == wanted
         unknown = info is UNKNOWN or (isinstance(info, tuple) and UNKNOWN in info) or (same and source in self.guessed)
         if same and not unknown:
             return source
@@ -306,7 +306,8 @@ class _CastInserter:
 
     def is_guess(self, node: Node, wanted: Mapping[tuple[int | str, Node], torch.dtype]) -> bool:
         """Return whether a kernel is to widen low values to FP32, and each FP32 operand may be 0-dim: it would not."""
-        reads, op = notes(node).precision.reads, notes(node).op
+        annotations = notes(node)
+        reads, op = annotations.precision.reads, annotations.op
         if reads is Arrival.AS_IT_ARRIVES:  # a part of such a value, or in its dtype
             guessed = self.guessed and not self.guessed.isdisjoint(node.all_input_nodes)
             return bool(guessed) and not op.in_place and cast_target(node) is None

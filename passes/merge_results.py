@@ -17,7 +17,7 @@ from __future__ import annotations
 from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context, PassResult, bodies_first
-from fxprec.passes.graph.annotations import NO_OP, notes
+from fxprec.passes.graph.annotations import NO_OP, annotated, notes
 from fxprec.passes.ops.spellings import RESULT_FIELDS
 
 
@@ -26,8 +26,8 @@ def merge_results(gm: GraphModule, context: Context) -> PassResult:
     """Merge equal accesses."""
     first: dict[tuple[Node, int | str], Node] = {}
     merged = False
-    for node in list(gm.graph.nodes):
-        place = _place(node)
+    for node, noted in annotated(gm.graph):
+        place = _place(node, noted.op.name)
         earlier = node if place is None else first.setdefault(place, node)
         if earlier is not node and not _may_change(earlier.args[0]):  # type: ignore[arg-type]
             node.replace_all_uses_with(earlier)
@@ -36,9 +36,9 @@ def merge_results(gm: GraphModule, context: Context) -> PassResult:
     return PassResult(gm, merged)
 
 
-def _place(node: Node) -> tuple[Node, int | str] | None:
+def _place(node: Node, op: str) -> tuple[Node, int | str] | None:
     """Return the op and which of its results a node stands for; None: it stands for something else."""
-    if notes(node).op.name not in ("getitem", "getattr") or len(node.args) != 2:
+    if op not in ("getitem", "getattr") or len(node.args) != 2:
         return None
     source, place = node.args
     if not isinstance(source, Node) or type(place) not in (int, str):

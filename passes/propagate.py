@@ -44,6 +44,7 @@ from fxprec.passes.graph.annotations import (
     UNKNOWN,
     DTypeInfo,
     Rule,
+    annotated,
     arg_nodes,
     is_castable,
     leaves,
@@ -52,7 +53,7 @@ from fxprec.passes.graph.annotations import (
 )
 from fxprec.passes.graph.subgraphs import attributes_in, body_of
 from fxprec.passes.ops.table import OVERLOAD_RESULTS, facts_at, facts_of, rule_of
-from fxprec.passes.torch_internals import OpOverload, OpOverloadPacket, is_higher_order, schema_of
+from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, schema_of
 
 #: Kinds of float results that stay as wide whatever arrives.
 _WIDE: Final = frozenset({"wide", "float32"})
@@ -78,30 +79,29 @@ class _Walk:
     def __init__(self, gm: GraphModule, context: Context) -> None:
         self.gm = gm
         self.context = context
-        self.fetched = dict(attributes_in(gm))
+        self.fetched = attributes_in(gm)
         self.facts = Facts(context.low, context.policy.lowers_parameters)
 
     def run(self) -> DTypeInfo:
         """Walk; the dtype of what the graph returns."""
         returned: DTypeInfo = NON_TENSOR
-        for node in self.gm.graph.nodes:
+        for node, noted in annotated(self.gm.graph):
             if node.op == "output":
                 returned = nested(
                     node.args[0], lambda leaf: notes(leaf).dtype if isinstance(leaf, Node) else NON_TENSOR
                 )
                 continue
-            annotations = notes(node)
             if node.op == "get_attr":
                 info = self._attribute(node)
             else:
                 info = self._placeholder(node) if node.op == "placeholder" else self._call(node)
-                if isinstance(annotations.autocast, torch.dtype) and info is not NON_TENSOR and "val" in node.meta:
+                if isinstance(noted.autocast, torch.dtype) and info is not NON_TENSOR and "val" in node.meta:
                     info = value_dtype(node.meta.get("val"))  # the user's own autocast says it
-                annotations.numel = numel_of(node.meta.get("val"))
-            annotations.dtype = info
+                noted.numel = numel_of(node.meta.get("val"))
+            noted.dtype = info
             if node.op.startswith("call") and _gives_sparse(node):
-                annotations.sparse = True
-            annotations.is_zero_dim, annotations.has_dimensions = is_zero_dim(node), has_dimensions(node)
+                noted.sparse = True
+            noted.is_zero_dim, noted.has_dimensions = is_zero_dim(node), has_dimensions(node)
         return returned
 
     def _placeholder(self, node: Node) -> DTypeInfo:
@@ -122,16 +122,16 @@ class _Walk:
         return value.dtype
 
     def _call(self, node: Node) -> DTypeInfo:
-        if is_higher_order(node.target):
+        if isinstance(node.target, HigherOrderOperator):
             return self._higher_order(node, node.target.name())
-        op = notes(node).op
-        operands = self._operands(node)
+        annotations = notes(node)
+        op, operands = annotations.op, self._operands(node)
         if op is NO_OP:
             return self._opless(node, operands)
         # The first that knows wins: a write, what capture saw, the call's own dtype=, a special case, the row.
         if op.in_place:
             return NON_TENSOR if op.name == "setitem" else first(operands)
-        if notes(node).names_tensors_dtype:
+        if annotations.names_tensors_dtype:
             return torch.float32
         row = rule_of(op.name)
         dtype = self.facts.requested(node)
@@ -151,7 +151,7 @@ class _Walk:
         operands = Operands(operands.tensors, operands.numbers, row.rule is Rule.LOW)
         if isinstance(kind, tuple):
             if wide := frozenset(port for port, each in enumerate(kind) if each in _WIDE):
-                notes(node).wide = wide
+                annotations.wide = wide
             return tuple(RESULT_KINDS[each](operands) for each in kind)
         if kind.endswith("*"):
             value = node.meta.get("val")

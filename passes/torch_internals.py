@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from types import BuiltinFunctionType, FunctionType
-from typing import Any, Final, TypeGuard
+from types import FunctionType
+from typing import Any, Final
 
 import torch
 from torch.fx import Graph
@@ -42,15 +42,6 @@ _definitions: Final[Any] = optional(
 
 #: Attributes that a graph module takes from its graph.
 OF_GRAPH: Final = frozenset({"_graph", "_code", "_lineno_map", "_prologue_start", "_in_spec", "_out_spec"})
-
-
-#: Of most targets of calls: to ask whether these are of an abstract class takes ten times as long.
-_FUNCTIONS: Final = frozenset({str, BuiltinFunctionType, FunctionType})
-
-
-def is_higher_order(target: object) -> TypeGuard[HigherOrderOperator]:
-    """Return whether a call's target is an op that calls graphs."""
-    return type(target) not in _FUNCTIONS and isinstance(target, HigherOrderOperator)
 
 
 def numpy_call(target: object) -> str | None:

@@ -24,7 +24,7 @@ from fxprec.errors import InvariantError
 from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.dtypes.fake_run import run_on_fakes
-from fxprec.passes.graph.annotations import CASTABLE, NO_OP, UNDECIDED, UNKNOWN, Rule, notes
+from fxprec.passes.graph.annotations import CASTABLE, NO_OP, UNDECIDED, UNKNOWN, Rule, annotated, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.subgraphs import every_graph
@@ -80,17 +80,16 @@ def _in_order(gm: GraphModule, context: Context) -> Iterator[Violation]:
 
 
 def _dtypes_known(gm: GraphModule, context: Context) -> Iterator[Violation]:
-    for node in gm.graph.nodes:
-        if node.op != "output" and not notes(node).state("dtype"):
+    for node, noted in annotated(gm.graph):
+        if node.op != "output" and not noted.state("dtype"):
             yield Violation(node.name, "no dtype", "a dtype, UNKNOWN or NON_TENSOR")
 
 
 def _decided(gm: GraphModule, context: Context) -> Iterator[Violation]:
-    for node in gm.graph.nodes:
+    for node, noted in annotated(gm.graph):
         if node.op == "output":
             continue
-        annotations = notes(node)
-        precision, info = annotations.precision, annotations.dtype
+        precision, info = noted.precision, noted.dtype
         if precision is UNDECIDED:
             yield Violation(node.name, "no precision", "what it reads, computes and puts out")
         elif isinstance(info, torch.dtype) and info not in CASTABLE and precision.output not in (info, None):
@@ -100,9 +99,10 @@ def _decided(gm: GraphModule, context: Context) -> Iterator[Violation]:
 def _edges(gm: GraphModule, context: Context) -> Iterator[Violation]:
     for node in gm.graph.nodes:
         for (_, source), wanted in wanted_dtypes(node).items():
-            have = actual_dtype(source)
+            annotations = notes(source)
+            have = annotations.precision.output
             # Of an input nobody knew whether it is a float: the cast looks at run time.
-            guarded = source.target is cast_if_float or notes(source).dtype is UNKNOWN
+            guarded = source.target is cast_if_float or annotations.dtype is UNKNOWN
             if have != wanted and not (guarded and have is None):
                 yield Violation(f"{node.name}, argument {source.name}", dtype_name(have), dtype_name(wanted))
 
@@ -110,9 +110,8 @@ def _edges(gm: GraphModule, context: Context) -> Iterator[Violation]:
 def _full_in_fp32(gm: GraphModule, context: Context) -> Iterator[Violation]:
     if context.policy.level == "O3":  # which lowers what is FULL
         return
-    for node in gm.graph.nodes:
-        annotations = notes(node)
-        precision, op = annotations.precision, annotations.op
+    for node, noted in annotated(gm.graph):
+        precision, op = noted.precision, noted.op
         if op is NO_OP or precision.rule is not Rule.FULL:
             continue
         row = rule_of(op.name)

@@ -117,7 +117,7 @@ def bytes_of(node: Node) -> int:
 
 def _values(info: Any, numel: Any) -> Iterator[tuple[Any, int | None]]:
     """Yield (dtype, elements) of every value of a node, of which there may be several."""
-    infos, counts = [*leaves(info)], [*leaves(numel)]
+    infos, counts = leaves(info), leaves(numel)
     for position, one in enumerate(infos):
         count = counts[position] if len(counts) == len(infos) else None
         yield one, count if isinstance(count, int) else None

@@ -37,7 +37,7 @@ def mark_shared(gm: GraphModule, inputs: Mapping[Node, Any]) -> None:
     Args:
         inputs: placeholder -> its value, as far as there is a call.
     """
-    values = {node: value for node, value in (*inputs.items(), *attributes_in(gm)) if isinstance(value, Tensor)}
+    values = {node: value for node, value in (*inputs.items(), *attributes_in(gm).items()) if isinstance(value, Tensor)}
     pattern = _pattern([*map(_span, values.values())])
     shared = {first for position, first in enumerate(pattern) if position != first}
     for node, first in zip(values, pattern, strict=True):
@@ -54,7 +54,7 @@ def mark_all_shared(gm: GraphModule) -> None:
 
 def constants_of(gm: GraphModule) -> list[Tensor]:
     """Return the tensors that a graph holds itself, and those of the bodies that it calls."""
-    return [value for each in every_graph(gm) for _, value in attributes_in(each) if isinstance(value, Tensor)]
+    return [value for each in every_graph(gm) for value in attributes_in(each).values() if isinstance(value, Tensor)]
 
 
 class SharedMemory:

@@ -27,14 +27,14 @@ from fxprec.kernels.launch.graph_call import call_directly, graph_call
 from fxprec.kernels.launch.observers import DUAL, TRANSFORM, watcher
 from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.kernels.rows.run.region import FusedRegion
-from fxprec.passes.graph.annotations import Precision, Rule, notes, weight_path
+from fxprec.passes.graph.annotations import Annotations, Precision, Rule, annotated, notes, weight_path
 from fxprec.passes.graph.casts import cast, cast_if_float
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.ops.aliases import alias_roots, written_by
 from fxprec.passes.ops.names import is_idle_dropout
 from fxprec.passes.ops.table import facts_of
-from fxprec.passes.torch_internals import LazyBase, is_higher_order
+from fxprec.passes.torch_internals import HigherOrderOperator, LazyBase
 from fxprec.torch_internals import checkpoint_context, tag_activation_checkpoint
 
 Executor = Literal["eager", "inductor"]
@@ -73,8 +73,9 @@ _NO_NAME: Final = re.compile(r"\W")
 def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device: str = "cpu") -> Program:
     """Make the program of a rewritten, self-contained graph. Constants and subgraphs stay attributes."""
     # A cast of a weight becomes an input: the shadow. The weight itself is one where others read it too.
-    shadows = {node: node.args[0] for node in gm.graph.nodes if is_weight_cast(node, low)}
-    weights = [node for node in gm.graph.find_nodes(op="get_attr") if notes(node).kind in ("parameter", "buffer")]
+    nodes = annotated(gm.graph)
+    shadows: dict[Node, Any] = {node: node.args[0] for node, _ in nodes if is_weight_cast(node, low)}
+    weights = [node for node, noted in nodes if node.op == "get_attr" and noted.kind in ("parameter", "buffer")]
     read = {node: None for node in weights if not node.users.keys() <= shadows.keys()}
     graph = Graph()
     slots = {("low", weight_path(node)): node for node in shadows.values()}
@@ -91,10 +92,10 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
             notes(placeholders[kind, path]).precision = shadow
     values: dict[Node, Node] = {}
     # The graph once more, with the arguments in the places of weights.
-    for node in gm.graph.nodes:
+    for node, noted in nodes:
         if node in shadows:
             values[node] = placeholders["low", weight_path(shadows[node])]
-        elif node.op == "get_attr" and notes(node).kind in ("parameter", "buffer"):
+        elif node.op == "get_attr" and noted.kind in ("parameter", "buffer"):
             if node in read:
                 values[node] = placeholders["plain", weight_path(node)]
         elif node.op == "output":
@@ -117,8 +118,8 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
     lifted = (LazyBase if executor == "eager" else GraphModule)(gm, graph, class_name="Program")
     function = None if executor == "eager" else torch.compile(lifted, backend="inductor")
     named = {kind: tuple(path for k, path in slots if k == kind) for kind in ("low", "plain")}
-    written = [node for node in gm.graph.nodes if notes(node).written]
-    writes_weights = any(notes(node).kind == "parameter" for node in written)
+    written = [noted for _, noted in nodes if noted.written]
+    writes_weights = any(noted.kind == "parameter" for noted in written)
     function = without_autocast(_runner(lifted, function), device)
     # What it neither writes nor copies may share memory with anything.
     matters = {weight_path(node) for node in _written_or_copied(gm.graph) if node.op == "get_attr"} if written else ()
@@ -155,7 +156,7 @@ def _written_or_copied(graph: Graph) -> set[Node]:
     for node in graph.nodes:
         op = notes(node).op
         casts = op.name == "to"
-        if casts or node.op == "call_module" or is_higher_order(node.target):
+        if casts or node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
             found.update(roots[source] for source in node.all_input_nodes)
     return {node for node in roots if notes(node).written or roots[node] in found}
 
@@ -179,9 +180,8 @@ def without_autocast(function: Callable[..., Any], device: str) -> Callable[...,
     return run
 
 
-def _is_mixed_norm(node: Node) -> bool:
-    """Return whether its kernel reads low values beside FP32 weights or statistics: norms of a CPU."""
-    annotations = notes(node)
+def _is_mixed_norm(annotations: Annotations) -> bool:
+    """Return whether a node's kernel reads low values beside FP32 weights or statistics: norms of a CPU."""
     return bool(facts_of(annotations.op.name).mixed) and annotations.precision.output in LOW_DTYPES
 
 
@@ -191,7 +191,7 @@ def _regions(gm: GraphModule) -> dict[str, FusedRegion]:
 
 
 def _has_mixed_norms(gm: GraphModule) -> bool:
-    own = any(map(_is_mixed_norm, gm.graph.nodes))
+    own = any(_is_mixed_norm(noted) for _, noted in annotated(gm.graph))
     return own or any(_has_mixed_norms(region.graph_module) for region in _regions(gm).values())
 
 
@@ -201,7 +201,7 @@ def _with_wide_norms(lifted: GraphModule) -> GraphModule:
     graph.output(graph.graph_copy(lifted.graph, values))
     # Readers first: they read the copy itself.
     for node, copied in reversed(values.items()):
-        if not _is_mixed_norm(node):
+        if not _is_mixed_norm(notes(node)):
             continue
         for operand in node.all_input_nodes:  # at O3 its weights are low as well
             if notes(operand).precision.output in LOW_DTYPES and not notes(operand).written:

@@ -33,7 +33,7 @@ from fxprec.passes.graph.annotations import Rule, argument, notes
 from fxprec.passes.graph.subgraphs import body_of
 from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import facts_of
-from fxprec.passes.torch_internals import enter_autocast, exit_autocast, is_higher_order, wrap_with_autocast
+from fxprec.passes.torch_internals import HigherOrderOperator, enter_autocast, exit_autocast, wrap_with_autocast
 
 #: What capture wrote on a node of the value that it saw.
 _SEEN: Final = ("val", "example_value")
@@ -111,7 +111,7 @@ def _is_kept_op(node: Node) -> bool:
     if node.op != "call_function" and node.op != "call_method":
         return False
     op = canonical_op(node)
-    if op is None or node.target in (enter_autocast, exit_autocast) or is_higher_order(node.target):
+    if op is None or node.target in (enter_autocast, exit_autocast) or isinstance(node.target, HigherOrderOperator):
         return False
     facts = facts_of(op.name)
     computes = facts.result != "none" and not facts.arrives and not facts.random

@@ -20,11 +20,11 @@ from torch.fx.node import map_arg
 
 from fxprec.kernels.torch_internals import FakeTensor
 from fxprec.passes.dtypes.fake_results import quietly
-from fxprec.passes.graph.annotations import CASTABLE, Rule, notes
+from fxprec.passes.graph.annotations import CASTABLE, Annotations, Rule, annotated, notes
 from fxprec.passes.graph.casts import CASTS, cast
 from fxprec.passes.graph.subgraphs import attribute_of
-from fxprec.passes.ops.table import rule_of
-from fxprec.passes.torch_internals import FakeTensorMode, is_higher_order, tree_leaves, tree_map
+from fxprec.passes.ops.table import OpRule, rule_of
+from fxprec.passes.torch_internals import FakeTensorMode, HigherOrderOperator, tree_leaves, tree_map
 
 #: Casts that look at run time what arrives.
 _LOOK: Final = CASTS - {cast}
@@ -86,11 +86,10 @@ def find_disagreement(node: Node, value: Any) -> Disagreement | None:
     Not judged: a result of several tensors that is taken apart (each is judged where it is taken out), and results
     that nobody reads.
     """
-    return _disagreement(node, _dtypes(value), isinstance(value, torch.Tensor))
+    return _disagreement(node, notes(node), _dtypes(value), isinstance(value, torch.Tensor))
 
 
-def _disagreement(node: Node, dtypes: Dtypes, single: bool) -> Disagreement | None:
-    annotations = notes(node)
+def _disagreement(node: Node, annotations: Annotations, dtypes: Dtypes, single: bool) -> Disagreement | None:
     precision, info = annotations.precision, annotations.dtype
     if not single and (_taken_apart(node) or precision.output is None):
         return None  # several results: each is stated where it is taken out
@@ -114,31 +113,35 @@ def _taken_apart(node: Node) -> bool:
 def _run(gm: GraphModule, mode: FakeTensorMode) -> Iterator[Disagreement]:
     values: dict[Node, _Value] = {}
     known: dict[object, Dtypes] = {}
-    for node in gm.graph.nodes:
-        values[node] = _stated(node, mode)
-        if not _runs(node, values):
+    for node, noted in annotated(gm.graph):
+        values[node] = _stated(node, noted.precision.output, mode)
+        if not _runs(node, rule_of(noted.op.name), values):
             continue
-        key = _key(node, values)
+        in_place = noted.op.in_place
+        key = None if in_place else _key(node, values)
         dtypes = known.get(key) if key is not None else None
         if dtypes is not None and len(dtypes) == len(values[node].dtypes):
             values[node] = _Value(values[node].fakes, dtypes)
         else:
             try:
-                result = _call(node, values)
+                if in_place:  # later readers see the write; captured values do not
+                    for source in node.all_input_nodes:
+                        own = values[source].in_its_dtypes(copy=True)
+                        values[source] = _Value(own, values[source].dtypes)
+                with _autocast_of(node, noted):
+                    result = _call(node, values)
             except Exception:  # without a fake, or one that does not take these: what is stated is all there is
                 continue
             values[node] = _Value(result, _dtypes(result))
             if key is not None:
                 known[key] = values[node].dtypes
-        found = _disagreement(node, values[node].dtypes, isinstance(values[node].fakes, torch.Tensor))
+        found = _disagreement(node, noted, values[node].dtypes, isinstance(values[node].fakes, torch.Tensor))
         if found is not None:
             yield found
 
 
 def _key(node: Node, values: dict[Node, _Value]) -> object:
     """Return what the dtypes of a result follow from, to look it up by; None where that cannot be compared."""
-    if notes(node).op.in_place:
-        return None
 
     def described(argument: Any) -> object:
         if isinstance(argument, Node):
@@ -159,11 +162,10 @@ def _key(node: Node, values: dict[Node, _Value]) -> object:
     return key
 
 
-def _runs(node: Node, values: dict[Node, _Value]) -> bool:
+def _runs(node: Node, row: OpRule | None, values: dict[Node, _Value]) -> bool:
     """Return whether this is a call of torch's whose tensors are all at hand as plain fake ones."""
-    if node.op not in ("call_function", "call_method") or is_higher_order(node.target):
+    if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
         return False
-    row = rule_of(notes(node).op.name)
     if row is None or row.result == "none":
         return False
     if str(getattr(node.target, "__module__", "")).startswith("fxprec.") and node.target not in CASTS:
@@ -172,21 +174,15 @@ def _runs(node: Node, values: dict[Node, _Value]) -> bool:
 
 
 def _call(node: Node, values: dict[Node, _Value]) -> Any:
-    if notes(node).op.in_place:  # later readers see the write; captured values do not
-        for source in node.all_input_nodes:
-            own = values[source].in_its_dtypes(copy=True)
-            values[source] = _Value(own, values[source].dtypes)
     args, kwargs = map_arg((node.args, node.kwargs), lambda source: values[source].in_its_dtypes())
-    with _autocast_of(node):
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
 
 
-def _autocast_of(node: Node) -> contextlib.AbstractContextManager[Any]:
+def _autocast_of(node: Node, annotations: Annotations) -> contextlib.AbstractContextManager[Any]:
     """The user's own autocast, where the node runs as it is written within it."""
-    annotations = notes(node)
     if not annotations.as_written or not isinstance(annotations.autocast, torch.dtype):
         return contextlib.nullcontext()
     value = next(
@@ -195,15 +191,14 @@ def _autocast_of(node: Node) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if value is None else torch.autocast(value.device.type, annotations.autocast)
 
 
-def _stated(node: Node, mode: FakeTensorMode) -> _Value:
-    """The captured fake value in the dtypes that the annotation says."""
-    if node.op == "call_module" or is_higher_order(node.target):
+def _stated(node: Node, stated: torch.dtype | None, mode: FakeTensorMode) -> _Value:
+    """Return the captured fake value in the dtype that the annotation says."""
+    if node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
         return _Value(None, (None,))  # it may have several results, each of a dtype of its own
     value = node.meta.get("val")
     if value is None and node.op == "get_attr":
         value = attribute_of(node)
         value = mode.from_tensor(value, static_shapes=True) if type(value) in _PLAIN else None
-    stated = notes(node).precision.output
     return _Value(value, tuple(stated if stated and dtype in CASTABLE else dtype for dtype in _dtypes(value)))
 
 

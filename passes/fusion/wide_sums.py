@@ -20,7 +20,7 @@ import torch
 from torch.fx import GraphModule
 
 from fxprec.passes.context import Context, PassResult, bodies_first
-from fxprec.passes.graph.annotations import notes
+from fxprec.passes.graph.annotations import annotated
 from fxprec.passes.ops.table import facts_of
 
 
@@ -28,14 +28,13 @@ from fxprec.passes.ops.table import facts_of
 def accumulate_wide(gm: GraphModule, context: Context) -> PassResult:
     """Add ``dtype=torch.float32`` to each sum and mean that reads low and has an FP32 result."""
     changed = False
-    for node in gm.graph.nodes:
-        annotations = notes(node)
-        precision = annotations.precision
-        if not facts_of(annotations.op.name).dtype_keyword or precision.reads is precision.output:
+    for node, noted in annotated(gm.graph):
+        precision = noted.precision
+        if not facts_of(noted.op.name).dtype_keyword or precision.reads is precision.output:
             continue
         reads_low = isinstance(precision.reads, torch.dtype)
         if reads_low and precision.output is torch.float32 and node.kwargs.get("dtype") is None:
             node.kwargs = {**node.kwargs, "dtype": torch.float32}
-            annotations.fused = "accumulates in FP32 while it reads low"
+            noted.fused = "accumulates in FP32 while it reads low"
             changed = True
     return PassResult(gm, changed)

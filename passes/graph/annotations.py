@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from itertools import chain
 from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 #: Dtypes that a policy may change. float64, integers, bool and complex are never touched.
 CASTABLE: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -190,6 +190,11 @@ def notes(node: Node) -> Annotations:
     return view
 
 
+def annotated(graph: Graph) -> list[tuple[Node, Annotations]]:
+    """Return each node of a graph with its annotations, in the order of the graph."""
+    return [(node, notes(node)) for node in graph.nodes]
+
+
 class GraphAnnotations:
     """The annotations of a graph as a whole: a typed view of ``graph_module.meta``.
 
@@ -241,19 +246,17 @@ _CONTAINERS: Final = (tuple, list, dict, slice)
 _CONTAINERS_AND_RANGE: Final = (*_CONTAINERS, range)
 
 
-def leaves(argument: Any) -> Iterator[Any]:
-    """Yield the leaves of nested arguments."""
+def leaves(argument: Any) -> list[Any]:
+    """Return the leaves of nested arguments."""
     if not isinstance(argument, _CONTAINERS_AND_RANGE):
-        yield argument
-        return
+        return [argument]
     if isinstance(argument, slice):
         argument = (argument.start, argument.stop, argument.step)
     elif isinstance(argument, dict):
         argument = argument.values()
     elif isinstance(argument, range):
         argument = tuple(argument[:1])  # a thousand integers are no more than one of them
-    for element in argument:
-        yield from leaves(element)
+    return [*chain.from_iterable(map(leaves, argument))]
 
 
 def nested(value: Any, of_leaf: Callable[[Any], Any]) -> Any:
@@ -261,13 +264,15 @@ def nested(value: Any, of_leaf: Callable[[Any], Any]) -> Any:
     return tuple(nested(each, of_leaf) for each in value) if isinstance(value, tuple | list) else of_leaf(value)
 
 
-def arg_nodes(node: Node) -> Iterator[tuple[int | str, Node]]:
-    """(port, node) for every node among the arguments, nested ones under the port of their container."""
+def arg_nodes(node: Node) -> list[tuple[int | str, Node]]:
+    """Return (port, node) for every node among the arguments, nested ones under the port of their container."""
+    found: list[tuple[int | str, Node]] = []
     for port, argument in chain(enumerate(node.args), node.kwargs.items()):
         if isinstance(argument, Node):
-            yield port, argument
+            found.append((port, argument))
         elif isinstance(argument, _CONTAINERS):
-            yield from ((port, leaf) for leaf in leaves(argument) if isinstance(leaf, Node))
+            found += [(port, leaf) for leaf in leaves(argument) if isinstance(leaf, Node)]
+    return found
 
 
 def tensors_of(node: Node) -> list[Node]:

@@ -38,7 +38,6 @@ from fxprec.passes.torch_internals import (
     OpOverload,
     OpOverloadPacket,
     codegen_of,
-    is_higher_order,
 )
 
 
@@ -207,7 +206,7 @@ class _Named:
     def of(cls, function: Any) -> _Named | None:
         """Return the name of such a function, or None."""
         if isinstance(function, OpOverload | OpOverloadPacket | HigherOrderOperator):
-            higher = is_higher_order(function)
+            higher = isinstance(function, HigherOrderOperator)
             path = f"higher_order.{function.name()}" if higher else str(function)
             named = cls(f"ops.{path}", type(function).__module__ if higher else "")
             if named.function() is not function:

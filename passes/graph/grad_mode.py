@@ -16,9 +16,9 @@ from torch.fx import Graph, Node
 
 from fxprec.passes.graph.casts import cast_if_float
 from fxprec.passes.torch_internals import (
+    HigherOrderOperator,
     enter_inference_mode,
     exit_inference_mode,
-    is_higher_order,
     set_grad_enabled,
 )
 
@@ -53,7 +53,7 @@ def exposed_values(graph: Graph) -> list[Node]:
     """
     found = dict.fromkeys(graph.output_node().all_input_nodes)
     for node in graph.nodes:
-        if is_higher_order(node.target) and node.target.name() == "register_hook":
+        if isinstance(node.target, HigherOrderOperator) and node.target.name() == "register_hook":
             found[node.args[0]] = None
     for node in list(found):
         made = node.args[0] if node.target is cast_if_float else node

@@ -22,7 +22,7 @@ from typing import Any, Final, TypeAlias
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.context import Context, PassResult
-from fxprec.passes.graph.annotations import notes
+from fxprec.passes.graph.annotations import annotated
 from fxprec.passes.graph.grad_mode import ever_records, exposed_with_gradient
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 
@@ -86,7 +86,8 @@ def rewrite_matches(gm: GraphModule, context: Context, patterns: Sequence[Patter
     by_op = {op: pattern for pattern in patterns for op in pattern.ops}
     around = WholeGraph(gm.graph, context)
     changed, declined = False, list[str]()
-    for node, pattern in [(node, by_op[op.name]) for node in gm.graph.nodes if (op := notes(node).op).name in by_op]:
+    matched = [(node, by_op.get(noted.op.name)) for node, noted in annotated(gm.graph)]
+    for node, pattern in [(node, pattern) for node, pattern in matched if pattern is not None]:
         found = pattern.check(node, around)
         if isinstance(found, str):
             declined.append(f"{node.name}: {found}")

@@ -7,6 +7,7 @@ Below a graph are these bodies, and the graphs of its fused regions.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -22,8 +23,8 @@ def attribute_of(node: Node) -> Any:
     return value
 
 
-def attributes_in(gm: GraphModule) -> Iterator[tuple[Node, Any]]:
-    """Yield every get_attr node with what it fetches, as ``attribute_of`` says: weights of one module by one look."""
+def attributes_in(gm: GraphModule) -> dict[Node, Any]:
+    """Map every get_attr node to what it fetches, as ``attribute_of`` says: weights of one module by one look."""
     found: dict[str, Any] = {"": gm}
 
     def fetch(path: str) -> Any:
@@ -32,8 +33,7 @@ def attributes_in(gm: GraphModule) -> Iterator[tuple[Node, Any]]:
             found[path] = getattr(fetch(owner), name, None)
         return found[path]
 
-    for node in gm.graph.find_nodes(op="get_attr"):
-        yield node, fetch(str(node.target))
+    return {node: fetch(str(node.target)) for node in gm.graph.find_nodes(op="get_attr")}
 
 
 def bodies_in(gm: GraphModule) -> dict[Node, GraphModule]:
@@ -74,11 +74,9 @@ def every_graph(gm: GraphModule) -> Iterator[GraphModule]:
         yield from every_graph(sub)
 
 
-def bodies_before(gm: GraphModule) -> Iterator[GraphModule]:
-    """Yield the bodies below ``gm``, at any depth, each before its caller, and ``gm`` last; no fused regions."""
-    for body in _bodies(gm):
-        yield from bodies_before(body)
-    yield gm
+def bodies_before(gm: GraphModule) -> list[GraphModule]:
+    """Return the bodies below ``gm``, at any depth, each before its caller, and ``gm`` last; no fused regions."""
+    return [*chain.from_iterable(map(bodies_before, _bodies(gm))), gm]
 
 
 def bodies_behind(gm: GraphModule) -> Iterator[GraphModule]:

@@ -19,10 +19,10 @@ from typing import Final
 
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.passes.graph.annotations import Op, Rule, arg_nodes, argument, notes
+from fxprec.passes.graph.annotations import Op, Rule, annotated, arg_nodes, argument, notes
 from fxprec.passes.graph.subgraphs import body_of
 from fxprec.passes.ops.table import OpRule, facts_of
-from fxprec.passes.torch_internals import OpOverload, OpOverloadPacket, is_higher_order, numpy_call, schema_of
+from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, numpy_call, schema_of
 
 #: NumPy's calls that write nothing where no third array is given, and give an array of their own.
 _NUMPY_NEW: Final = frozenset(
@@ -71,7 +71,7 @@ def shared_sources(node: Node) -> Iterator[Node]:
     if not node.args:
         return
     op = notes(node).op
-    if is_higher_order(node.target):
+    if isinstance(node.target, HigherOrderOperator):
         if node.target.name() == "register_hook":  # who reads the tensor later reads this
             yield node.all_input_nodes[0]
         yield from (operand for operand, _, given_back in _operands(node) if given_back)
@@ -92,9 +92,11 @@ def shared_sources(node: Node) -> Iterator[Node]:
 
 def written_by(node: Node) -> Iterable[Node]:
     """Return the arguments that a call writes to, as its name or schema tells, or whose very memory it is to have."""
-    if not node.op.startswith("call"):
-        return ()
-    op, target = notes(node).op, node.target
+    return _written_by(node, notes(node).op) if node.op.startswith("call") else ()
+
+
+def _written_by(node: Node, op: Op) -> Iterable[Node]:
+    target = node.target
     facts = facts_of(op.name)
     if not (op.in_place or facts.strides or facts.writes):
         if isinstance(target, (str, BuiltinFunctionType)):  # as most are: they have no body, and no schema
@@ -105,7 +107,7 @@ def written_by(node: Node) -> Iterable[Node]:
 
 
 def _written(node: Node, op: Op, facts: OpRule) -> Iterator[Node]:
-    if is_higher_order(node.target):
+    if isinstance(node.target, HigherOrderOperator):
         yield from (operand for operand, written, _ in _operands(node) if written)
     elif (name := numpy_call(node.target)) is not None:
         if name not in _NUMPY_NEW | _NUMPY_VIEWS or _takes_out(node):
@@ -131,7 +133,7 @@ def _may_have_gaps(value: object) -> bool:
     while isinstance(value, Node) and (facts := facts_of(notes(value).op.name)).view:
         source = value.args[0]
         if isinstance(source, Node) and source.op == "call_function" and isinstance(notes(source).dtype, tuple):
-            if not facts_of(notes(source).op.name).view and not is_higher_order(source.target):
+            if not facts_of(notes(source).op.name).view and not isinstance(source.target, HigherOrderOperator):
                 return False  # one of several results, each a tensor of its own: of ``max(1)``, not of ``chunk``
         if facts.repeats or not (facts.whole or notes(value).op.name == "to"):
             return True
@@ -159,8 +161,8 @@ def written_memory(
     Args:
         sources: as for ``alias_roots``.
     """
-    calls = (node for node in graph.nodes if node.op.startswith("call"))
-    targets = [target for node in calls for target in written_by(node)]
+    calls = ((node, noted.op) for node, noted in annotated(graph) if node.op.startswith("call"))
+    targets = [target for node, op in calls for target in _written_by(node, op)]
     if not targets:
         return {node: node for node in graph.nodes}, set()
     roots = alias_roots(graph, sources)

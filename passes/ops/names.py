@@ -27,12 +27,12 @@ from fxprec.passes.ops.equations import Form, equation_of
 from fxprec.passes.ops.spellings import ALIASES, FIXED_CASTS
 from fxprec.passes.ops.table import facts_of
 from fxprec.passes.torch_internals import (
+    HigherOrderOperator,
     OpOverload,
     OpOverloadPacket,
     builtin_nn,
     builtins_of_torch,
     data_of,
-    is_higher_order,
 )
 
 #: Functions that several names reach with different meanings, or whose own name says nothing.
@@ -75,7 +75,7 @@ def canonical_name(target: Any, node_op: str = "call_function") -> Op | None:
         return None
     if isinstance(target, OpOverload | OpOverloadPacket):
         return _library_op(target)
-    if is_higher_order(target):
+    if isinstance(target, HigherOrderOperator):
         return Op(f"higher_order::{target.name()}")
     try:
         return _functions().get(target) or _dtensor_op(target)

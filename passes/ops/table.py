@@ -7,7 +7,7 @@ is kept: every float argument arrives in its original dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -39,19 +39,22 @@ OVERLOAD_RESULTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )  # fmt: skip
 
 
-def rule_of(name: str) -> OpRule | None:
-    """The row of a canonical op name (no trailing underscore), or None where the table has none."""
-    return OP_TABLE.get(name)
+class _Facts(dict[str, OpRule]):
+    """The op table, with a row that states nothing for every other name."""
 
-
-def facts_of(name: str) -> OpRule:
-    """The row of a canonical op name; where the table has none, one that states nothing."""
-    return OP_TABLE.get(name, _NOTHING_KNOWN)
-
-
-def facts_at(node: Node) -> OpRule:
-    """``facts_of`` the op of a node."""
-    return OP_TABLE.get(notes(node).op.name, _NOTHING_KNOWN)
+    def __missing__(self, name: str) -> OpRule:
+        return _NOTHING_KNOWN
 
 
 _NOTHING_KNOWN: Final = OpRule(Rule.KEEP, "")
+
+#: Return the row of a canonical op name (no trailing underscore), or None where the table has none.
+rule_of: Final = OP_TABLE.get
+
+#: Return the row of a canonical op name; where the table has none, one that states nothing.
+facts_of: Final[Callable[[str], OpRule]] = _Facts({"": _NOTHING_KNOWN, **OP_TABLE}).__getitem__
+
+
+def facts_at(node: Node) -> OpRule:
+    """Return ``facts_of`` the op of a node."""
+    return facts_of(notes(node).op.name)

@@ -22,12 +22,12 @@ from fxprec.passes.ops.table import facts_at
 from fxprec.passes.placement.pins import overflows, saturating_chains, spared
 from fxprec.passes.placement.sites import (
     Site,
+    annotate,
     assumed_original,
     base_of,
     carries_float,
     dtype_reference,
     names_dtype,
-    precision_of,
 )
 from fxprec.passes.placement.walk import Kind, Step, Walk
 
@@ -80,8 +80,7 @@ class _Promotion:
             self.sources.add(node)
 
     def decide(self, node: Node, rule: Rule, why: str, reads: torch.dtype | None = None) -> None:
-        notes(node).precision = precision_of(node, rule, why, reads, self.dtypes.get(node))
-        notes(node).discard("root_dtype")
+        annotate(node, rule, why, reads, self.dtypes.get(node))
 
     def plain(self, step: Step) -> None:
         """Read the step of a node that computes nothing."""

@@ -24,10 +24,10 @@ is. What an override of the user's lowers is lowered, whatever it costs, and so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.fx import Node
@@ -52,16 +52,16 @@ from fxprec.passes.placement.pins import (
 from fxprec.passes.placement.products import ELEMENTWISE, is_elementwise
 from fxprec.passes.placement.sites import (
     Site,
+    annotate,
     assumed_original,
     base_of,
     dtype_reference,
     names_dtype,
-    precision_of,
 )
 from fxprec.passes.placement.solver import solve
 from fxprec.passes.placement.variables import FP32, LOW, Variables
 from fxprec.passes.placement.walk import Kind, Step, Walk
-from fxprec.passes.torch_internals import is_higher_order
+from fxprec.passes.torch_internals import HigherOrderOperator
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,31 +527,32 @@ class Constraints:
 
     def _reads_low(self, user: Node, low: set[Node]) -> bool:
         decided = self.decided.get(user)
-        if decided is None or user.op == "output" or is_higher_order(user.target):
+        if decided is None or user.op == "output" or isinstance(user.target, HigherOrderOperator):
             return False
         cast = decided.out == LOW and notes(user).op.name == "to"
         return user in low or decided.read == LOW or cast or notes(user).dtype is NON_TENSOR
 
 
-def _annotate(constraints: Constraints, dtype: Callable[[int | None], torch.dtype | None]) -> None:
+#: Variable -> its dtype after the cut.
+_Dtypes: TypeAlias = Mapping[int | None, torch.dtype | None]
+
+
+def _annotate(constraints: Constraints, dtypes: _Dtypes) -> None:
     for node, (read, out, rule, why, site) in constraints.decided.items():
-        annotations = notes(node)
-        reads = dtype(read)
+        reads = dtypes[read]
         if site is not None and read is not None and not constraints.variables.is_pinned(read):
-            why = f"{why}; {_reason(constraints, site, reads, dtype)}"
-        annotations.precision = precision_of(node, rule, why, reads, dtype(out))
-        annotations.discard("root_dtype")  # of an earlier decision: tune decides the same graph many times
-        annotations.discard("names_fp32")
+            why = f"{why}; {_reason(constraints, site, reads, dtypes)}"
+        annotate(node, rule, why, reads, dtypes[out])
     for node in constraints.names_fp32:
         notes(node).names_fp32 = True
     for node in constraints.roots:
-        lives = dtype(constraints.variables.value[node])
+        lives = dtypes[constraints.variables.value[node]]
         if lives is not notes(node).precision.output:
             notes(node).root_dtype = lives
 
 
-def _reason(constraints: Constraints, site: Site, reads: torch.dtype | None, dtype: Callable) -> str:
+def _reason(constraints: Constraints, site: Site, reads: torch.dtype | None, dtypes: _Dtypes) -> str:
     for source in site.data:
-        if constraints.has(source) and dtype(constraints.variables.arriving(source)) is reads:
+        if constraints.has(source) and dtypes[constraints.variables.arriving(source)] is reads:
             return f"%{source.name} is {dtype_name(reads)}"
     return "fewest bytes cast" if constraints.verdict.costs is None else "least time"

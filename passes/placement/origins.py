@@ -33,11 +33,21 @@ from torch.fx import Graph, Node
 
 from fxprec.kernels.launch.observers import TRANSFORM, unwatched, watcher
 from fxprec.kernels.launch.operands import PLAIN
-from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, Rule, arg_nodes, is_castable, leaves, notes
+from fxprec.passes.graph.annotations import (
+    NON_TENSOR,
+    UNKNOWN,
+    Annotations,
+    Rule,
+    annotated,
+    arg_nodes,
+    is_castable,
+    leaves,
+    notes,
+)
 from fxprec.passes.graph.subgraphs import attribute_of
 from fxprec.passes.ops.rule import OpRule
 from fxprec.passes.ops.table import facts_at, rule_of
-from fxprec.passes.torch_internals import is_higher_order
+from fxprec.passes.torch_internals import HigherOrderOperator
 
 #: Why a value that counts is FP32.
 COUNTS: Final = "counts in integers beyond those of low precision: FP32 until a weight or a periodic function takes it"
@@ -70,8 +80,8 @@ class Origins:
 
     def enter(self, graph: Graph, operands: Mapping[Node, Node]) -> None:
         """Look at a graph. ``operands``: placeholder of a body that runs as part of its caller -> what it is given."""
-        for node in graph.nodes:
-            self._known[node] = self._origin(node, operands)
+        for node, noted in annotated(graph):
+            self._known[node] = self._origin(node, noted, operands)
         if Origin.COUNT not in self._known.values():  # most models: the second walk is for the others
             return
         for node in reversed(graph.nodes):
@@ -95,8 +105,7 @@ class Origins:
         """Return whether a value is (part of) a count, and somebody needs its digits."""
         return node in self._exact
 
-    def _origin(self, node: Node, operands: Mapping[Node, Node]) -> Origin:
-        annotations = notes(node)
+    def _origin(self, node: Node, annotations: Annotations, operands: Mapping[Node, Node]) -> Origin:
         info = annotations.dtype
         if annotations.kind == "parameter":
             return Origin.OTHER
@@ -109,7 +118,7 @@ class Origins:
         if node.op in ("placeholder", "get_attr"):
             return self._from_outside(node)
         row = rule_of(annotations.op.name)
-        if row is None or row.random or is_higher_order(node.target):
+        if row is None or row.random or isinstance(node.target, HigherOrderOperator):
             return Origin.OTHER
         sources = [self._known.get(source, Origin.OTHER) for source in _values(node, row)]
         origin = max(sources, default=Origin.CONSTANT)
@@ -155,7 +164,7 @@ class Origins:
             return user in self._exact if moves else True
         if of is Origin.CONSTANT:
             return user in self._exact
-        if user.op == "output" or is_higher_order(user.target):
+        if user.op == "output" or isinstance(user.target, HigherOrderOperator):
             return True
         wants = row.periodic or row.rule in (Rule.FULL, Rule.KEEP) or user in self._exact
         return notes(user).dtype is not NON_TENSOR and wants
@@ -197,14 +206,16 @@ def taken_for_floats(graph: Graph, low: torch.dtype) -> set[Node]:
     return behind & inputs
 
 
-def _values(node: Node, row: OpRule) -> Iterator[Node]:
-    """Yield the tensors whose values go into the result: no index, no shape, no bool, no example of a dtype."""
+def _values(node: Node, row: OpRule) -> list[Node]:
+    """Return the tensors whose values go into the result: no index, no shape, no bool, no example of a dtype."""
+    found = []
     for port, source in arg_nodes(node):
         info = notes(source).dtype
         reads = port == 0 if row.arrives else row.ports is None or port in row.ports
         reads = reads and not (row.example and port in (0, "input", "self"))
         if reads and port not in row.places and info is not NON_TENSOR and info is not torch.bool:
-            yield source
+            found.append(source)
+    return found
 
 
 def _numbers(node: Node, position: int) -> Iterator[float]:

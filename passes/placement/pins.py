@@ -36,14 +36,14 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.graph.annotations import UNKNOWN, Rule, arg_nodes, argument, notes
+from fxprec.passes.graph.annotations import UNKNOWN, Annotations, Rule, annotated, arg_nodes, argument, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.rule import OpRule
-from fxprec.passes.ops.table import facts_at
+from fxprec.passes.ops.table import facts_at, facts_of
 from fxprec.passes.placement.products import is_square
 from fxprec.passes.placement.sites import Site, base_of, carries_float
 from fxprec.passes.policy.policy import LOWERED
-from fxprec.passes.torch_internals import is_higher_order
+from fxprec.passes.torch_internals import HigherOrderOperator
 
 #: Why a value that is handed to others is FP32. What saturates before a pole has a reason of its own.
 _HANDED_OUT: Final = "saturates in low precision, and who gets it may take its logarithm"
@@ -133,17 +133,19 @@ def overflowing_square(site: Site, context: Context) -> str | None:
 
 def exp_chains(graph: Graph) -> set[Node]:
     """The ops between an exponential and a reduction of it."""
-    if not any(facts_at(node).exponential for node in graph.nodes):
+    rows = {node: facts_of(noted.op.name) for node, noted in annotated(graph)}
+    exponential = {node for node, row in rows.items() if row.exponential}
+    if not exponential:
         return set()
     after: set[Node] = set()
-    for node in graph.nodes:
-        if facts_at(node).rule in (Rule.FOLLOW, Rule.PROMOTE) and any(
-            source in after or facts_at(source).exponential for source in node.all_input_nodes
+    for node, row in rows.items():
+        if row.rule in (Rule.FOLLOW, Rule.PROMOTE) and any(
+            source in after or source in exponential for source in node.all_input_nodes
         ):
             after.add(node)
     found: set[Node] = set()
     for node in reversed(graph.nodes) if after else ():
-        if node in after and any(user in found or facts_at(user).sums for user in node.users):
+        if node in after and any(user in found or rows[user].sums for user in node.users):
             found.add(node)
     return found
 
@@ -155,7 +157,7 @@ def saturating_chains(graph: Graph, returns: bool, low_dtype: torch.dtype) -> di
         returns: what the graph returns is given to somebody in its original dtype, or to another graph of ours.
         low_dtype: float16 or bfloat16.
     """
-    starts = {node for node in graph.nodes if _saturates(node, low_dtype)}
+    starts = {node for node, noted in annotated(graph) if _saturates(node, noted, low_dtype)}
     if not starts:
         return {}
     after: set[Node] = set()
@@ -199,16 +201,16 @@ def spared(site: Site, near_poles: set[Node]) -> Site:
     return site._replace(rule=Rule.PROMOTE, why="reads what saturates in low precision: as wide as that arrives")
 
 
-def _saturates(node: Node, low: torch.dtype) -> bool:
+def _saturates(node: Node, annotations: Annotations, low: torch.dtype) -> bool:
     """Return whether a value comes so close to an integer that it may be that number in low precision.
 
     An earlier piece of the method may hand over anything, and a clamp whose bound is 1 in low was to keep away from 1.
     """
-    row = facts_at(node)
+    row = facts_of(annotations.op.name)
     numbers = (*node.args, *node.kwargs.values()) if row.numbers is not None else ()
     if row.saturates or any(rounded_to_integer(row, each, low) is not None for each in numbers):
         return True
-    return notes(node).handed_over and not notes(node).kind and carries_float(notes(node).dtype)
+    return annotations.handed_over and not annotations.kind and carries_float(annotations.dtype)
 
 
 def _leads_on(node: Node, row: OpRule, after: set[Node], low: set[Node]) -> bool:
@@ -246,7 +248,7 @@ def _reason(
     if node in constants:  # zeros and ones are the same in any dtype
         return reasons.get(user) if facts_at(node).numbers is not None else None
     written = notes(user).op.in_place and user.args[0] is not node and row.rule is not Rule.KEEP
-    if (user.op == "output" and returns) or written or is_higher_order(user.target):
+    if (user.op == "output" and returns) or written or isinstance(user.target, HigherOrderOperator):
         return _HANDED_OUT
     if any(source is node and port in row.poles for port, source in arg_nodes(user)) and _is_pole(user):
         return f"saturates in low precision before the pole of %{user.name}"

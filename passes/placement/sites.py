@@ -31,7 +31,7 @@ from fxprec.passes.graph.annotations import (
 )
 from fxprec.passes.ops.names import cast_target, dtype_argument
 from fxprec.passes.ops.table import OpRule, facts_at, facts_of, rule_of
-from fxprec.passes.torch_internals import is_higher_order
+from fxprec.passes.torch_internals import HigherOrderOperator
 
 
 class Learned(IntEnum):
@@ -67,7 +67,7 @@ def learned_values(graph: Graph, operands: Mapping[Node, Node], known: dict[Node
             found = Learned.WIDENED  # as earlier layers may have made it
         elif node in operands:
             found = known.get(operands[node], Learned.NOTHING)
-        elif low or is_higher_order(node.target):
+        elif low or isinstance(node.target, HigherOrderOperator):
             found = Learned.LOWERED
         elif wide:
             found = min(found, Learned.WIDENED)
@@ -154,12 +154,13 @@ def site_of(node: Node, context: Context) -> Site:
     op, info = annotations.op, annotations.dtype
     name = op.name or getattr(node.target, "__name__", str(node.target))
     facts = facts_of(op.name)
+    sources = [(port, source, notes(source)) for port, source in arg_nodes(node)]
     rule, why = context.policy.resolve(name, node, module_path(node), rule_of(op.name), context.device)
     if annotations.autocast is False:
         rule, why = Rule.KEEP, "inside autocast(enabled=False)"
     elif facts.bits and names_dtype(node):
         rule, why = _rule_of_bits(node, context), "it reads bits, which are those of its input's original dtype"
-    elif any(notes(source).sparse for source in node.all_input_nodes) and not facts.arrives:
+    elif any(noted.sparse for _, _, noted in sources) and not facts.arrives:
         rule, why = Rule.KEEP, "a sparse operand: few of its kernels take low numbers"
     elif isinstance(info, torch.dtype) and info.is_complex:
         rule, why = Rule.KEEP, "complex numbers are never touched"
@@ -171,8 +172,8 @@ def site_of(node: Node, context: Context) -> Site:
         dtype, rule = rule, Rule.FULL if rule is torch.float32 else Rule.LOW
     data: list[Node] = []
     kept: list[Node] = []
-    for port, source in arg_nodes(node):
-        if carries_float(notes(source).dtype):
+    for port, source, noted in sources:
+        if carries_float(noted.dtype):
             (data if facts.ports is None or port in facts.ports else kept).append(source)
     return Site(node, name, facts, rule, dtype, why, op.in_place, tuple(data), tuple(kept))
 
@@ -239,8 +240,8 @@ def names_dtype(node: Node) -> bool:
     return dtype_argument(node) is not None or dtype_reference(node) is not None
 
 
-def precision_of(node: Node, rule: Rule, why: str, reads: torch.dtype | None, output: torch.dtype | None) -> Precision:
-    """Make the decision for a node. ``reads``: the dtype that it asks for, ``output``: of its float; None: none."""
+def annotate(node: Node, rule: Rule, why: str, reads: torch.dtype | None, output: torch.dtype | None) -> None:
+    """Write the decision for a node. ``reads``: the dtype that it asks for, ``output``: of its float; None: none."""
     annotations = notes(node)
     info = annotations.dtype
     if output is None and isinstance(info, torch.dtype) and info.is_floating_point:
@@ -254,4 +255,7 @@ def precision_of(node: Node, rule: Rule, why: str, reads: torch.dtype | None, ou
     part = facts_of(annotations.op.name).arrives and (reads is None or annotations.op.name != "getitem")
     if not node.all_input_nodes or annotations.as_written or part:
         arrival = Arrival.AS_IT_ARRIVES
-    return Precision(arrival, compute, output, rule, why)
+    annotations.precision = Precision(arrival, compute, output, rule, why)
+    # Fields of an earlier decision: tune decides the same graph many times.
+    for stale in ("root_dtype", "names_fp32"):
+        node.meta.pop(stale, None)

@@ -211,15 +211,10 @@ class Variables:
 
         return casts
 
-    def dtypes(self, full: list[bool]) -> Callable[[int | None], torch.dtype | None]:
-        """Variable -> dtype, after the cut."""
-
-        def dtype(variable: int | None) -> torch.dtype | None:
-            if variable is None:
-                return None
-            return self._dtypes.get(variable) or (torch.float32 if full[variable] else self.low)
-
-        return dtype
+    def dtypes(self, full: list[bool]) -> dict[int | None, torch.dtype | None]:
+        """Map each variable to its dtype, after the cut; None, which is no variable, to None."""
+        found = {each: torch.float32 if is_full else self.low for each, is_full in enumerate(full)}
+        return {None: None, **found, **self._dtypes}
 
     def _cast(self, costs: ByteCosts | OpCosts, node: Node) -> float:
         return costs.cast(self._origin.get(node, node))

@@ -50,7 +50,7 @@ from fxprec.passes.placement.sites import (
     learned_values,
     site_of,
 )
-from fxprec.passes.torch_internals import is_higher_order
+from fxprec.passes.torch_internals import HigherOrderOperator
 
 #: Higher-order ops that run their body once, there and then: its nodes are decided as part of the caller's graph.
 _TRANSPARENT: Final = frozenset(
@@ -281,7 +281,7 @@ class Walk:
 
 def _bodies(node: Node) -> list[GraphModule]:
     """Return the graphs that a higher-order op calls."""
-    if not is_higher_order(node.target):
+    if not isinstance(node.target, HigherOrderOperator):
         return []
     return [body for source in node.all_input_nodes if (body := body_of(source)) is not None]
 
