@@ -38,7 +38,7 @@ How the annotation reads for who inserts casts:
 - ``reads`` is ``AS_IT_ARRIVES``: nothing is cast. So say user casts ("to"), getitem, getattr and copy, and the output
   of a checkpointed region's body, which returns what it has.
 - ``output`` is what the kernel itself puts out. Where the node is the root of memory that is written later and has to
-  live in another dtype, ``meta["root_dtype"]`` names it (see ``placement.walk``).
+  live in another dtype, ``meta["stored_dtype"]`` names it (see ``placement.walk``).
 - An input at O2 is annotated as it arrives; its readers ask for it in low.
 
 Bodies of checkpointed regions are decided together with their caller, without casts at the border. Branches, loops and

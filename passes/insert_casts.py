@@ -105,9 +105,9 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
             changed |= _widen_state(node)
         # Behind the node's own casts: what it reads was cast before it writes.
         inserter.written(node)
-        dtype = annotations.root_dtype
+        dtype = annotations.stored_dtype
         if dtype is not None:
-            annotations.discard("root_dtype")
+            annotations.discard("stored_dtype")
             changed |= inserter.recast_root(node, dtype)
     return PassResult(gm, changed)
 
@@ -261,7 +261,7 @@ class _CastInserter:
         if self.is_guess(node, wanted):
             self.guessed.add(node)
             if self.roots[node] in self.written_roots:
-                notes(node).root_dtype = torch.float32
+                notes(node).stored_dtype = torch.float32
         # By port, since an op may want one value in two dtypes: as its data and as its weight.
         images = {(port, source): self.cast(source, dtype, node, port) for (port, source), dtype in wanted.items()}
         ports = {port for (port, source), image in images.items() if image is not source}

@@ -35,6 +35,10 @@ wider dtype, so that it gives itself back here where it does in the original::
     %linear: bfloat16 = linear(%x_bf16, %w_bf16)            %linear: bfloat16 = linear(%x_bf16, %w_bf16)
     %contiguous: bfloat16 = contiguous(%linear)        ->   %linear_f32: float32 = cast(%linear, torch.float32)
     %contiguous_f32 = cast(%contiguous, torch.float32)      %contiguous: float32 = contiguous(%linear_f32)
+
+Several nodes may stand for one tensor. An *identity chain* is a value and what it may be the very tensor of, through
+ops that give their argument back (``_identity_chain``); the *in-place versions* of a value are the results of the
+in-place ops that write it (``_in_place_versions``). Readers of any of them count as readers of the value.
 """
 
 from __future__ import annotations
@@ -72,19 +76,19 @@ def _widen_for_caller(graph: Graph, low: torch.dtype) -> bool:
     if any(notes(each).dtype is low for each in inputs):
         return False
     low_ones = [node for node in exposed_values(graph) if actual_dtype(node) is notes(node).dtype is low]
-    chains = [_may_be_one_tensor(node) for node in low_ones if _has_readers_beside(node) and _takers(node)]
+    chains = [_identity_chain(node) for node in low_ones if _has_readers_beside(node) and _handed_out_by(node)]
     for same in (each for chain in chains for each in chain):
         notes(same).dtype = torch.float32  # as the model gives it
     for node, *_ in chains:
-        with graph.inserting_before(min(_takers(node))):
+        with graph.inserting_before(min(_handed_out_by(node))):
             wide = new_cast(cast_for_caller, node, torch.float32, "returned by a model whose weights became low")
         wide.args = (*wide.args, *inputs)
-        for taker in _takers(node):
+        for taker in _handed_out_by(node):
             taker.replace_input_with(node, wide)
     return bool(chains)
 
 
-def _takers(node: Node) -> list[Node]:
+def _handed_out_by(node: Node) -> list[Node]:
     """Return what hands a value out: the output, and the call that makes a named tuple of it."""
     return [user for user in node.users if user.op == "output" or isinstance(user.target, type)]
 
@@ -98,16 +102,16 @@ def _keep_in_each_graph(gm: GraphModule, context: Context) -> PassResult:
 
 def _is_read_as_well(returned: Node) -> bool:
     """Return whether this is a cast of a low value that has other readers, or may have some in a checkpoint's body."""
-    if (named := _cast_as_another(returned)) is not None:
-        return any(len(same.users) > 1 for same in _same_tensor(named[1]))
-    source = widened(_very_tensor(returned))
+    if (named := _users_wide_cast(returned)) is not None:
+        return any(len(same.users) > 1 for same in _in_place_versions(named[1]))
+    source = widened(_identity_source(returned))
     return source is not None and _has_readers_beside(source)
 
 
 def _has_readers_beside(returned: Node) -> bool:
     """Return whether others than the one that hands it out read a value, or what it may be the very tensor of."""
-    values = _may_be_one_tensor(returned)
-    several = any(len(same.users) > 1 for value in values for same in _same_tensor(value))
+    values = _identity_chain(returned)
+    several = any(len(same.users) > 1 for value in values for same in _in_place_versions(value))
     return several or any(_result_in_body(value) is not None for value in values)
 
 
@@ -129,12 +133,12 @@ def _move_casts_up(graph: Graph, recorded: Mapping[Node, bool]) -> tuple[list[No
     roots = alias_roots(graph)
     written = written_roots(graph, roots)
     found, changed = [], False
-    for returned in map(_very_tensor, exposed_values(graph)):
+    for returned in map(_identity_source, exposed_values(graph)):
         source = widened(returned)
         if source is not None and recorded.get(source) and roots[source] not in written:
             returned, moved = _compute_wide(returned, source)
             changed |= moved
-        found.append(_very_tensor(returned))
+        found.append(_identity_source(returned))
     return found, changed
 
 
@@ -147,18 +151,18 @@ def _route_readers(graph: Graph, handed_out: list[Node], recorded: Mapping[Node,
     last: dict[Node, Node] = {}  # root of memory -> the last node that writes to it
     for node in graph.nodes:
         last.update((roots[target], node) for target in written_by(node))
-    for returned in sorted(handed_out, key=lambda each: _cast_as_another(each) is not None):
+    for returned in sorted(handed_out, key=lambda each: _users_wide_cast(each) is not None):
         source = widened(returned)
-        if (named := _cast_as_another(returned)) is not None:
+        if (named := _users_wide_cast(returned)) is not None:
             returned, source = named
-        if source is None or source.op == "placeholder" or not recorded.get(_same_tensor(source)[0]):
+        if source is None or source.op == "placeholder" or not recorded.get(_in_place_versions(source)[0]):
             continue
         after = max(last.get(roots[source], source), source)
         while after.op != "output" and not recorded.get(after, True):  # a cast under no_grad would end the gradient
             after = after.next
         readers = [
             (user, same)
-            for same in _same_tensor(source)
+            for same in _in_place_versions(source)
             for user in same.users
             if user is not returned
             and user.op != "output"
@@ -180,12 +184,12 @@ def _route_readers(graph: Graph, handed_out: list[Node], recorded: Mapping[Node,
     return changed
 
 
-def _cast_as_another(returned: Node) -> tuple[Node, Node] | None:
+def _users_wide_cast(returned: Node) -> tuple[Node, Node] | None:
     """Return the user's cast that is handed out, ``h.type_as(x)`` to FP32, and its low ``h``; None: it is none.
 
     In the original it gives ``h`` itself where both are FP32, which without inputs nobody knows.
     """
-    node = _very_tensor(returned)
+    node = _identity_source(returned)
     source = node.args[0] if node.args else None
     while node.target is cast_if_float and notes(node).inserted and isinstance(source, Node):
         if actual_dtype(source) is not torch.float32:
@@ -199,7 +203,7 @@ def _cast_as_another(returned: Node) -> tuple[Node, Node] | None:
     return (node, source) if is_low and only_casts and infos <= {torch.float32, UNKNOWN} else None
 
 
-def _given_back(node: Node) -> Node | None:
+def _argument_given_back(node: Node) -> Node | None:
     """Return the argument that an op gives back where there is nothing to do; None: it always makes something else."""
     inner = node.args[0] if node.args else None
     if not isinstance(inner, Node) or not may_give_itself(node):
@@ -209,17 +213,17 @@ def _given_back(node: Node) -> Node | None:
     return inner if alike else None
 
 
-def _may_be_one_tensor(node: Node) -> list[Node]:
-    """Return the node, and those before it whose very tensor it may be, the nearest first."""
+def _identity_chain(node: Node) -> list[Node]:
+    """Return the node, and those before it that it may be the very tensor of, the nearest first."""
     found = [node]
-    while (inner := _given_back(found[-1])) is not None:
+    while (inner := _argument_given_back(found[-1])) is not None:
         found.append(inner)
     return found
 
 
-def _very_tensor(node: Node) -> Node:
-    """Return the first node whose tensor this may be."""
-    return _may_be_one_tensor(node)[-1]
+def _identity_source(node: Node) -> Node:
+    """Return the last node of the identity chain: what was computed before ops gave it back."""
+    return _identity_chain(node)[-1]
 
 
 def _compute_wide(returned: Node, source: Node) -> tuple[Node, bool]:
@@ -228,7 +232,7 @@ def _compute_wide(returned: Node, source: Node) -> tuple[Node, bool]:
     Returns the cast, and whether it was moved.
     """
     graph, above = returned.graph, []
-    while (inner := _given_back(source)) is not None:
+    while (inner := _argument_given_back(source)) is not None:
         above.append(source)
         source = inner
     is_read = any(len(each.users) > 1 for each in (*above, source)) or _is_narrowed(source)
@@ -350,8 +354,8 @@ def _result_in_body(result: Node) -> Node | None:
     return inner if notes(inner).dtype is torch.float32 else None
 
 
-def _same_tensor(node: Node) -> list[Node]:
-    """Return the nodes that stand for the very tensor: in-place ops give what they wrote to."""
+def _in_place_versions(node: Node) -> list[Node]:
+    """Return the first node of a tensor, and the in-place ops that write to it, which give it as their result."""
     while notes(node).op.in_place and isinstance(node.args[0], Node):
         node = node.args[0]
     found = [node]
@@ -385,7 +389,7 @@ def _read_through(graph: Graph, after: Node, returned: Node, readers: list[tuple
         if reader.target in CASTS and notes(reader).inserted and reader.args[1] == back.args[1]:
             reader.replace_all_uses_with(back)  # it looked whether the value is low, or was made for what is returned
             graph.erase_node(reader)
-        elif known and (named := _cast_as_another(reader)) and named[1] is read:
+        elif known and (named := _users_wide_cast(reader)) and named[1] is read:
             reader.replace_input_with(read, returned)  # the user's cast, which gives back what it is given
         elif read is not returned:
             reader.replace_input_with(read, back)

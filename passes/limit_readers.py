@@ -49,7 +49,7 @@ from fxprec.passes.graph.new_node import set_arguments
 from fxprec.passes.insert_casts import actual_dtype, cast_behind, new_cast
 from fxprec.passes.ops.aliases import written_memory
 from fxprec.passes.ops.table import facts_at
-from fxprec.passes.placement.sites import Learned, carries_float, learned_values
+from fxprec.passes.placement.sites import UnderAutocast, carries_float, values_under_autocast
 
 #: Of a low copy: queries, keys and values share one. A sum of so many terms is about as exact as each of them.
 READERS: Final = 4
@@ -64,12 +64,16 @@ def limit_readers(gm: GraphModule, context: Context) -> PassResult:
         return PassResult(gm, False)
     recorded = grad_mode_at_nodes(gm.graph, context.gradients)
     roots, written = written_memory(gm.graph)
-    learned: dict[Node, Learned] = {}
-    learned_values(gm.graph, {}, learned)
+    found: dict[Node, UnderAutocast] = {}
+    values_under_autocast(gm.graph, {}, found)
     changed = False
     for node in crowded:
         memory = {roots[each] for each in (node, *(node.all_input_nodes if _is_inserted_cast(node) else ()))}
-        if recorded[node] and memory.isdisjoint(written) and learned[node] in (Learned.TABLE, Learned.WIDENED):
+        if (
+            recorded[node]
+            and memory.isdisjoint(written)
+            and found[node] in (UnderAutocast.TABLE, UnderAutocast.WIDENED)
+        ):
             _split(node, sorted(_readers(node)), recorded)
             changed = True
     return PassResult(gm, changed)

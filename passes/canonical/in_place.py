@@ -44,7 +44,7 @@ def _is_flagged(node: Node, position: int | None) -> bool:
 
 def has_dtype_of_its_own(node: Node, op: Op, context: Context) -> bool:
     """Return whether the op's rule, overrides counted, is LOW, FULL or a dtype, which its target may not have."""
-    rule, _ = context.policy.resolve(op.name, node, module_path(node), rule_of(op.name), context.device)
+    rule = context.policy.resolve(op.name, node, module_path(node), rule_of(op.name), context.device).rule
     return isinstance(rule, torch.dtype) or rule in (Rule.LOW, Rule.FULL)
 
 

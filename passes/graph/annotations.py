@@ -148,7 +148,7 @@ class Annotations:
     precision: Annotated[Precision, "decide"] = UNDECIDED
     #: The dtype to cast the value to right behind its op: of memory that is written later, or of a lookup, where all
     #: who read and write it want another dtype than the kernel puts out.
-    root_dtype: Annotated[torch.dtype | None, "decide", "insert_casts"] = None
+    stored_dtype: Annotated[torch.dtype | None, "decide", "insert_casts"] = None
     #: Whether the call, which names the dtype of another tensor, is to name FP32.
     names_fp32: Annotated[bool, "decide"] = False
     #: Whether the node is a cast that a pass made.

@@ -38,7 +38,7 @@ class Writes(NamedTuple):
     flag: tuple[int, str, bool]
 
 
-class Stalls(NamedTuple):
+class LowSums(NamedTuple):
     """Values of an option (its position, its name) with which a kernel adds up, or multiplies, in its data's dtype.
 
     By device type; of an op without such an option the value is None.
@@ -77,10 +77,10 @@ class OpRule:
         mixed: device types on which the eager kernel reads a low data port, computes in FP32 inside with the other
             ports FP32, and writes low (free ports): {"cpu"} for layer_norm.
         dtype_keyword: the op takes ``dtype=`` and accumulates in it while reading low natively (sum, mean).
-        adds_up: device types on which its *backward* sums gradients in the dtype of its data. In low such a sum stops
-            growing (of a weight that is read often), or gradients go to wrong places (of a maximum of rounded values):
-            there the op reads FP32, and its result is cast back.
-        stalls: when its *forward* sums many values in the dtype of its data, so that in low a sum stays at a few
+        backward_sums: device types on which its *backward* sums gradients in the dtype of its data. In low such a sum
+            stops growing (of a weight that is read often), or gradients go to wrong places (of a maximum of rounded
+            values): there the op reads FP32, and its result is cast back.
+        sums_low: when its *forward* sums many values in the dtype of its data, so that in low a sum stays at a few
             hundred: it is FP32 then.
         lookup: its first data are a table, whatever made it.
         pads: its ``mode`` says whether it repeats values, and so adds up at all.
@@ -162,11 +162,11 @@ class OpRule:
         exponential: it raises to the power of its argument.
         saturates: its results come so close to 1 (or -1) that low precision makes them that number.
         poles: ports at which such a number, or 1 minus it, meets a pole or an endless slope.
-        accumulates: its result is the sum, mean or product of many values, and nothing else.
+        reduces: its result is the sum, mean or product of many values, and nothing else.
         example: its first argument is an example of a shape and a dtype, whose values it does not read.
         counts: of constants it makes values that count: positions, running totals.
         periodic: its argument is an angle: bounded, and other where the argument is rounded.
-        sums: it sums many values, whatever else it does (a norm, a softmax).
+        contains_sum: it sums many values, whatever else it does (a norm, a softmax).
         guard: the call as one would write it where its arguments x (and y) are at a pole or out of range, in Python,
             and why in a comment. ``fxprec.numerics.locate`` gives it where no precision cures.
 
@@ -192,8 +192,8 @@ class OpRule:
     native_promotion: bool = False
     mixed: frozenset[str] = frozenset()
     dtype_keyword: bool = False
-    adds_up: frozenset[str] = frozenset()
-    stalls: Stalls | None = None
+    backward_sums: frozenset[str] = frozenset()
+    sums_low: LowSums | None = None
     lookup: bool = False
     pads: bool = False
     view: bool = False
@@ -232,11 +232,11 @@ class OpRule:
     exponential: bool = False
     saturates: bool = False
     poles: tuple[int | str, ...] = ()
-    accumulates: bool = False
+    reduces: bool = False
     example: bool = False
     counts: bool = False
     periodic: bool = False
-    sums: bool = False
+    contains_sum: bool = False
     guard: str = ""
     cost: Cost | None = None
     factors: tuple[int, int] = (0, 1)

@@ -96,7 +96,7 @@ class _Promotion:
     def lookup(self, step: Step) -> None:
         assert step.site is not None
         wide = self.dtypes[step.site.base] is torch.float32
-        (self.compute if not wide and self.walk.adds_up_low(step.site) else self.plain)(step)
+        (self.compute if not wide and self.walk.sums_low_backward(step.site) else self.plain)(step)
 
     def compute(self, step: Step) -> None:
         assert step.site is not None
@@ -121,11 +121,11 @@ class _Promotion:
             not floats and rule not in (Rule.LOW, Rule.FULL) and (site.facts.native_promotion or len(site.data) == 1)
         ):
             return self.settle(site, floats, Rule.FOLLOW, None)
-        if not floats or reads is not self.context.low or not self.walk.adds_up_low(site):
+        if not floats or reads is not self.context.low or not self.walk.sums_low_backward(site):
             return self.settle(site, floats, rule, reads)
         # autocast has FP32 here, whose backward adds up in FP32: read that, and be what arrives behind it.
         self.settle(site, floats, rule, torch.float32)
-        notes(site.node).root_dtype = self.dtypes[site.node] = reads
+        notes(site.node).stored_dtype = self.dtypes[site.node] = reads
 
     def settle(self, site: Site, floats: bool, rule: Rule, reads: torch.dtype | None, source: bool = False) -> None:
         node = site.node
@@ -138,7 +138,7 @@ class _Promotion:
         if node in self.original and node in self.dtypes:
             dtype = assumed_original(notes(node).dtype)
             if dtype is not self.dtypes[node]:
-                notes(node).root_dtype = self.dtypes[node] = dtype
+                notes(node).stored_dtype = self.dtypes[node] = dtype
 
     def write(self, step: Step) -> None:
         """Decide an in-place op: it computes in the dtype of what it writes to."""

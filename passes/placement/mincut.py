@@ -46,7 +46,7 @@ from fxprec.passes.placement.pins import (
     rounded_to_integer,
     saturating_chains,
     spared,
-    stalls,
+    sums_low,
     unsafe_number,
 )
 from fxprec.passes.placement.products import ELEMENTWISE, is_elementwise
@@ -282,7 +282,7 @@ class Constraints:
     def _lookup(self, step: Step) -> None:
         assert step.site is not None
         wide = self.variables.value[step.site.base] == FP32
-        (self._compute if not wide and self.walk.adds_up_low(step.site) else self._share)(step)
+        (self._compute if not wide and self.walk.sums_low_backward(step.site) else self._share)(step)
 
     def _compute(self, step: Step) -> None:
         assert step.site is not None
@@ -422,7 +422,7 @@ class Constraints:
         else:
             variable = variables.new(node)
         # Its backward sums in the dtype it reads: that is FP32, and its result is cast to where its readers want it.
-        read = FP32 if floats and self.walk.adds_up_low(site) else variable
+        read = FP32 if floats and self.walk.sums_low_backward(site) else variable
         variables.read_data(site, read)
         # an FP32 input makes the op FP32; of memory that is written there is one dtype, however free all others are
         if commutes_with_rounding(site) and node not in self.classes and self.freedom is not Freedom.ALL:
@@ -453,7 +453,7 @@ class Constraints:
         was_low = notes(node).dtype in LOW_DTYPES
         if node in self._saturated and not was_low:
             return self._saturated[node]
-        if not was_low and stalls(site, self.context.device):
+        if not was_low and sums_low(site, self.context.device):
             return "it adds many values to one place, whose sum would stay at a few hundred in low precision"
         number = unsafe_number(site, self.context.low)
         if number is None and not was_low and self.origins.counts(node) and not commutes_with_rounding(site):
@@ -548,7 +548,7 @@ def _annotate(constraints: Constraints, dtypes: _Dtypes) -> None:
     for node in constraints.roots:
         lives = dtypes[constraints.variables.value[node]]
         if lives is not notes(node).precision.output:
-            notes(node).root_dtype = lives
+            notes(node).stored_dtype = lives
 
 
 def _reason(constraints: Constraints, site: Site, reads: torch.dtype | None, dtypes: _Dtypes) -> str:

@@ -42,7 +42,6 @@ from fxprec.passes.ops.rule import OpRule
 from fxprec.passes.ops.table import facts_at, facts_of
 from fxprec.passes.placement.products import is_square
 from fxprec.passes.placement.sites import Site, base_of, carries_float
-from fxprec.passes.policy.policy import LOWERED
 from fxprec.passes.torch_internals import HigherOrderOperator
 
 #: Why a value that is handed to others is FP32. What saturates before a pole has a reason of its own.
@@ -101,9 +100,9 @@ def rounded_to_integer(facts: OpRule, number: object, low: torch.dtype) -> int |
     return int(rounded) if rounded.is_integer() else None
 
 
-def stalls(site: Site, device: str) -> bool:
+def sums_low(site: Site, device: str) -> bool:
     """Return whether a call adds many values to one place, in the dtype of its data."""
-    found = site.facts.stalls
+    found = site.facts.sums_low
     if found is None:
         return False
     value = argument(site.node, *found.option) if found.option else None
@@ -145,7 +144,7 @@ def exp_chains(graph: Graph) -> set[Node]:
             after.add(node)
     found: set[Node] = set()
     for node in reversed(graph.nodes) if after else ():
-        if node in after and any(user in found or rows[user].sums for user in node.users):
+        if node in after and any(user in found or rows[user].contains_sum for user in node.users):
             found.add(node)
     return found
 
@@ -195,7 +194,7 @@ def spared(site: Site, near_poles: set[Node]) -> Site:
     A sigmoid whose gradient is FP32 and a pole that reads it low do not belong together: what the one makes of 1 is no
     longer 0 where the other makes infinity of it.
     """
-    lowered = site.rule is Rule.LOW and site.dtype is None and site.why.startswith(LOWERED)
+    lowered = site.lowered and site.rule is Rule.LOW and site.dtype is None
     if not lowered or near_poles.isdisjoint(site.data):
         return site
     return site._replace(rule=Rule.PROMOTE, why="reads what saturates in low precision: as wide as that arrives")
@@ -235,7 +234,7 @@ def _hands_on(node: Node, row: OpRule) -> bool:
     """Return whether what goes in comes out, in steps that lose no more than rounding."""
     if notes(node).op.name == "to":
         return notes(node).dtype in (UNKNOWN, torch.float32, torch.float64)  # which it has in the original program
-    return row.rule in (Rule.FOLLOW, Rule.PROMOTE) or row.accumulates or (row.squares == "power" and not _is_pole(node))
+    return row.rule in (Rule.FOLLOW, Rule.PROMOTE) or row.reduces or (row.squares == "power" and not _is_pole(node))
 
 
 def _reason(

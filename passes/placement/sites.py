@@ -34,10 +34,11 @@ from fxprec.passes.ops.table import OpRule, facts_at, facts_of, rule_of
 from fxprec.passes.torch_internals import HigherOrderOperator
 
 
-class Learned(IntEnum):
-    """Dtype that a value would have under torch.autocast, and by which way. Of several operands the highest decides.
+class UnderAutocast(IntEnum):
+    """Dtype that a value would have under torch.autocast, and how it came to have it.
 
-    A value is learned where a weight, or a float input, went into it.
+    Only values that a weight or a float input went into are told apart, since only they have gradients. An op's result
+    is the highest of its operands, unless the op itself makes it low or FP32.
     """
 
     #: Neither a weight nor a float input went into it.
@@ -50,27 +51,29 @@ class Learned(IntEnum):
     LOWERED = 3
 
 
-def learned_values(graph: Graph, operands: Mapping[Node, Node], known: dict[Node, Learned]) -> None:
-    """Add what a graph's values are to ``known``. ``operands``: placeholder of a called body -> what it is given."""
+def values_under_autocast(graph: Graph, operands: Mapping[Node, Node], known: dict[Node, UnderAutocast]) -> None:
+    """Add each value of a graph to ``known``. ``operands``: placeholder of a called body -> what it is given."""
     for node in graph.nodes:
         row = facts_at(node)
-        sources = [known.get(each, Learned.NOTHING) for _, each in arg_nodes(node) if carries_float(notes(each).dtype)]
-        found = max(sources, default=Learned.NOTHING)
-        if row.rule is Rule.PROMOTE and found is Learned.LOWERED and min(sources) is not Learned.LOWERED:
-            found = Learned.WIDENED  # autocast computes in the widest dtype, which is FP32 here
+        sources = [
+            known.get(each, UnderAutocast.NOTHING) for _, each in arg_nodes(node) if carries_float(notes(each).dtype)
+        ]
+        found = max(sources, default=UnderAutocast.NOTHING)
+        if row.rule is Rule.PROMOTE and found is UnderAutocast.LOWERED and min(sources) is not UnderAutocast.LOWERED:
+            found = UnderAutocast.WIDENED  # autocast computes in the widest dtype, which is FP32 here
         cast = cast_target(node) if notes(node).op.name == "to" and not notes(node).inserted else None
         wide = row.autocast is Rule.FULL or not row.low_kernel or cast is torch.float32
         low = (row.autocast or row.rule) is Rule.LOW or cast in LOW_DTYPES
         if notes(node).kind == "parameter":
-            found = Learned.TABLE
+            found = UnderAutocast.TABLE
         elif node.op == "placeholder" and node not in operands and carries_float(notes(node).dtype):
-            found = Learned.WIDENED  # as earlier layers may have made it
+            found = UnderAutocast.WIDENED  # as earlier layers may have made it
         elif node in operands:
-            found = known.get(operands[node], Learned.NOTHING)
+            found = known.get(operands[node], UnderAutocast.NOTHING)
         elif low or isinstance(node.target, HigherOrderOperator):
-            found = Learned.LOWERED
+            found = UnderAutocast.LOWERED
         elif wide:
-            found = min(found, Learned.WIDENED)
+            found = min(found, UnderAutocast.WIDENED)
         known[node] = found
 
 
@@ -86,6 +89,7 @@ class Site(NamedTuple):
         in_place: the first argument is written.
         data: float arguments on the ports that carry the rule's dtype, in order.
         kept: the other float arguments.
+        lowered: level O3 lowers what is FULL in the table.
     """
 
     node: Node
@@ -97,6 +101,7 @@ class Site(NamedTuple):
     in_place: bool
     data: tuple[Node, ...]
     kept: tuple[Node, ...]
+    lowered: bool
 
     @property
     def base(self) -> Node:
@@ -112,20 +117,20 @@ class Site(NamedTuple):
         """Return whether an eager kernel reads and writes low, and computes in FP32 inside."""
         return self.dtype is None and context.native_mixed and context.device in self.facts.mixed
 
-    def adds_up_low(self, context: Context, learned: Callable[[Node], Learned]) -> bool:
+    def sums_low_backward(self, context: Context, under_autocast: Callable[[Node], UnderAutocast]) -> bool:
         """Return whether the kernel's backward would add up in low where torch.autocast's adds up in FP32.
 
         A lookup's weight is a table, whatever made it. Where the level has activations low it may stay low. What pads
         adds up many values where it pads widely.
         """
-        free = self.rule in (Rule.FOLLOW, Rule.PROMOTE) and context.device in self.facts.adds_up
+        free = self.rule in (Rule.FOLLOW, Rule.PROMOTE) and context.device in self.facts.backward_sums
         if not free or (self.facts.pads and not _repeats(self.node)):
             return False
-        base = learned(self.base)
+        base = under_autocast(self.base)
         activations = not context.policy.lowers_sources
         if self.facts.pads:
-            return base is Learned.TABLE or (activations and not _is_narrow(self.node))
-        return self.facts.lookup or base is Learned.TABLE or (activations and base is Learned.WIDENED)
+            return base is UnderAutocast.TABLE or (activations and not _is_narrow(self.node))
+        return self.facts.lookup or base is UnderAutocast.TABLE or (activations and base is UnderAutocast.WIDENED)
 
     def accumulates_wide(self, context: Context, asked: torch.dtype | None) -> bool:
         """Return whether the kernel takes a dtype to compute in, ours or the user's, so that it may read low."""
@@ -155,7 +160,7 @@ def site_of(node: Node, context: Context) -> Site:
     name = op.name or getattr(node.target, "__name__", str(node.target))
     facts = facts_of(op.name)
     sources = [(port, source, notes(source)) for port, source in arg_nodes(node)]
-    rule, why = context.policy.resolve(name, node, module_path(node), rule_of(op.name), context.device)
+    rule, why, lowered = context.policy.resolve(name, node, module_path(node), rule_of(op.name), context.device)
     if annotations.autocast is False:
         rule, why = Rule.KEEP, "inside autocast(enabled=False)"
     elif facts.bits and names_dtype(node):
@@ -175,7 +180,7 @@ def site_of(node: Node, context: Context) -> Site:
     for port, source, noted in sources:
         if carries_float(noted.dtype):
             (data if facts.ports is None or port in facts.ports else kept).append(source)
-    return Site(node, name, facts, rule, dtype, why, op.in_place, tuple(data), tuple(kept))
+    return Site(node, name, facts, rule, dtype, why, op.in_place, tuple(data), tuple(kept), lowered)
 
 
 def _rule_of_bits(node: Node, context: Context) -> Rule | torch.dtype:
@@ -257,5 +262,5 @@ def annotate(node: Node, rule: Rule, why: str, reads: torch.dtype | None, output
         arrival = Arrival.AS_IT_ARRIVES
     annotations.precision = Precision(arrival, compute, output, rule, why)
     # Fields of an earlier decision: tune decides the same graph many times.
-    for stale in ("root_dtype", "names_fp32"):
+    for stale in ("stored_dtype", "names_fp32"):
         node.meta.pop(stale, None)

@@ -12,10 +12,10 @@ as they are.
 Written classes: a tensor, its views and its in-place users share memory, so that one of them in another dtype would be
 a copy that misses the writes. ``written_classes`` finds them; a class without a write falls apart into ordinary ops.
 Who inserts casts keeps to two rules: a cast of a member is good until the next write to its class (its mutation epoch),
-and a member with ``meta["root_dtype"]`` (the root of a class that lives in another dtype than the root's kernel puts
+and a member with ``meta["stored_dtype"]`` (the root of a class that lives in another dtype than the root's kernel puts
 out) is cast right after it is made, and only the cast is used from then on::
 
-    %y: bfloat16 = linear(%x, %w)           # meta["root_dtype"] = float32
+    %y: bfloat16 = linear(%x, %w)           # meta["stored_dtype"] = float32
     %y_f32: float32 = cast(%y, torch.float32)
     %z: float32 = masked_fill_(%y_f32, %mask, -3.4e38)
 """
@@ -41,14 +41,14 @@ from fxprec.passes.ops.names import cast_target
 from fxprec.passes.ops.spellings import VIEW_ATTRIBUTES
 from fxprec.passes.ops.table import facts_of
 from fxprec.passes.placement.sites import (
-    Learned,
     Site,
+    UnderAutocast,
     assumed_original,
     carries_float,
     dtype_reference,
     is_metadata,
-    learned_values,
     site_of,
+    values_under_autocast,
 )
 from fxprec.passes.torch_internals import HigherOrderOperator
 
@@ -77,7 +77,7 @@ class Kind(Enum):
     SHARE = auto()
     #: From a cast of the user's: obeyed; what goes in may have any dtype.
     CAST = auto()
-    #: From an index by tensors: a part, or an op that computes where its backward adds up (``Walk.adds_up_low``).
+    #: From an index by tensors: a part, or an op that computes where its backward adds up (``Walk.sums_low_backward``).
     LOOKUP = auto()
     #: From an op that computes.
     COMPUTE = auto()
@@ -142,23 +142,23 @@ class Walk:
         self.classes: dict[Node, Node] = {}
         self.operands: dict[Node, Node] = {}
         self.floats: set[Node] = set()
-        self._learned: dict[Node, Learned] = {}
+        self._under_autocast: dict[Node, UnderAutocast] = {}
         self._calls: Counter[int] = Counter()
         self._visited: set[int] = set()
         self._results: dict[Node, tuple[object, ...]] = {}  # call of a body -> what the body returns
         for gm in graphs:
             self._graph(gm, None, Rule.KEEP if context.keep_output_dtype else Rule.FOLLOW)
 
-    def learned(self, node: Node) -> Learned:
+    def under_autocast(self, node: Node) -> UnderAutocast:
         """Return what autocast would have made of a value; found out at the first question, which few programs ask."""
-        if not self._learned:
+        if not self._under_autocast:
             for graph, _, _ in self.graphs:
-                learned_values(graph, self.operands, self._learned)
-        return self._learned.get(node, Learned.NOTHING)
+                values_under_autocast(graph, self.operands, self._under_autocast)
+        return self._under_autocast.get(node, UnderAutocast.NOTHING)
 
-    def adds_up_low(self, site: Site) -> bool:
+    def sums_low_backward(self, site: Site) -> bool:
         """Return whether a call's backward adds up in low where torch.autocast's adds up in FP32."""
-        return site.adds_up_low(self.context, self.learned)
+        return site.sums_low_backward(self.context, self.under_autocast)
 
     def op_costs(self) -> OpCosts:
         """Return the prices of the graphs' ops, by the costs of the device that the context has."""

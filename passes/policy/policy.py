@@ -29,7 +29,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, cast, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
 from torch.fx import Node
@@ -45,6 +45,22 @@ LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 
 Kind = Literal["ops", "modules", "nodes", "where"]
 Resolved: TypeAlias = "Rule | torch.dtype"
+
+
+class Ruling(NamedTuple):
+    """Answer of a policy for one node.
+
+    Attributes:
+        rule: a rule of the op table, or the dtype that an override or torch's registry names.
+        why: one clause for the report.
+        lowered: the level (O3) lowers what is FULL, and no override says so.
+    """
+
+    rule: Resolved
+    why: str
+    lowered: bool = False
+
+
 Predicate: TypeAlias = Callable[[Node], "Resolved | str | None"]
 
 _DTYPES: Final = {dtype_name(dtype): dtype for dtype in sorted(CASTABLE, key=str)}
@@ -219,10 +235,6 @@ def _with_parents(path: str) -> tuple[str, ...]:
     return tuple(".".join(parts[:length]) for length in range(len(parts), -1, -1))
 
 
-#: How the reason begins of an op that the table has FULL, and level O3 lowers.
-LOWERED: Final = "level O3 lowers it all the same"
-
-
 @dataclass(frozen=True, slots=True)
 class Policy:
     """Policy of a conversion: what is lowered. Every method that changes something returns a new one."""
@@ -283,20 +295,20 @@ class Policy:
 
     def resolve(
         self, op_name: str, node: Node, module_path: str, table_rule: OpRule | None, device: str | None = None
-    ) -> tuple[Resolved, str]:
-        """Rule or dtype of a node, and why. ``device``: where the parameters are (autocast registrations differ)."""
+    ) -> Ruling:
+        """Return the rule or dtype of a node. ``device``: where the parameters are (autocast registrations differ)."""
         if self.level == "O0":
-            return Rule.KEEP, "level O0 changes nothing"
+            return Ruling(Rule.KEEP, "level O0 changes nothing")
         known, why = self.row(op_name, table_rule, device)
         for override in reversed(self.overrides):
             found = override.match(op_name, node, module_path)
             # A module holds ops that nobody thought of: those that keep their dtypes may have no low kernel.
             if found is not None and not (override.kind == "modules" and known is Rule.KEEP):
                 value = "" if override.precision else f" = {precision_name(found)}"
-                return found, f"override {override}{value}"
+                return Ruling(found, f"override {override}{value}")
         if self.level == "O3" and known is Rule.FULL and (table_rule is None or table_rule.low_kernel):
-            return Rule.LOW, f"{LOWERED} ({why})"
-        return known, why
+            return Ruling(Rule.LOW, f"level O3 lowers it all the same ({why})", lowered=True)
+        return Ruling(known, why)
 
     def of_module(self, path: str, modules: Mapping[str, object]) -> Resolved | None:
         """Return what overrides say of the module at ``path``, or None. ``modules``: path -> module, of all."""

@@ -111,7 +111,7 @@ def test_a_second_decision_replaces_the_first(tools):
 def test_the_residual_stream_is_fp32_at_o1_and_low_at_o2(decided):
     for level, expected in (("O1", FP32), ("O2", BF16), ("O3", BF16)):
         found, gm = decided(PreNorm(12), IDS, level=level)
-        cast = {node.name: node.meta["root_dtype"] for node in gm.graph.nodes if "root_dtype" in node.meta}
+        cast = {node.name: node.meta["stored_dtype"] for node in gm.graph.nodes if "stored_dtype" in node.meta}
         streams = {cast.get(name, p.output) for name, p in found.items() if name.startswith(("add", "embedding"))}
         assert streams == {expected}, level
         assert {p.reads for name, p in found.items() if name.startswith("linear")} == {BF16}

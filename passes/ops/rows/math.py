@@ -143,8 +143,8 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.FOLLOW, _PICKS, "all any is_all_true is_any_true", result="bool"),
     facts("sum mean prod max min amax amin norm std var", rank="reduced"),
     facts("sum mean amax amin", any_format=True),
-    facts("sum mean nansum nanmean prod cumsum cumprod var std norm linalg_norm linalg_vector_norm", sums=True),
-    facts("sum mean nansum nanmean prod cumsum cumprod trace", accumulates=True),
+    facts("sum mean nansum nanmean prod cumsum cumprod var std norm linalg_norm linalg_vector_norm", contains_sum=True),
+    facts("sum mean nansum nanmean prod cumsum cumprod trace", reduces=True),
     facts("cumsum", counts=True),
     facts("std_mean", guard="torch.std_mean(x, -1, keepdim=True, correction=0)  # of one value torch's std is 0 / 0"),
     facts("var_mean", guard="torch.var_mean(x, -1, keepdim=True, correction=0)  # of one value torch's var is 0 / 0"),
@@ -156,7 +156,7 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
           "  # an eps inside the root: its slope has no end at 0"),
     facts("max min median nanmedian", special="extreme"),
     # of rounded values several are the largest, among which the gradient is shared
-    facts("amax amin", exact=True, adds_up=frozenset({"cpu", "cuda"})),
+    facts("amax amin", exact=True, backward_sums=frozenset({"cpu", "cuda"})),
     facts("nonzero", special="nonzero"),
     facts("argmax argmin", gradient=False),
     facts("norm frobenius_norm nuclear_norm linalg_norm linalg_vector_norm linalg_matrix_norm renorm prod cumprod "

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from fxprec.passes.graph.annotations import Rule
-from fxprec.passes.ops.rule import OpRule, Stalls, facts, rows, table
+from fxprec.passes.ops.rule import LowSums, OpRule, facts, rows, table
 
 _SELF: Final = (0, "input", "self")
 _VIEW: Final = "the same values in another shape"
@@ -43,7 +43,7 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("expand expand_as broadcast_to", repeats=True),
     facts("as_strided", strides=True),
     facts("view", bits=True, special="bits"),
-    facts("unfold", adds_up=frozenset({"cpu", "cuda"})),
+    facts("unfold", backward_sums=frozenset({"cpu", "cuda"})),
     facts("broadcast_tensors meshgrid", special="each"),
     facts("contiguous", boolean=True),
     facts("reshape flatten squeeze unsqueeze transpose permute expand narrow select slice chunk split getitem detach "
@@ -66,17 +66,17 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("clone pin_memory lift_fresh", same=True),
     facts("clone flip fliplr flipud roll rot90 repeat tile repeat_interleave tril triu diag diag_embed narrow_copy "
           "gather index_select take take_along_dim masked_select index", exact=True),
-    facts("take index", adds_up=frozenset({"cpu"})),
+    facts("take index", backward_sums=frozenset({"cpu"})),
     facts("gather index_select", indices=(2, "index")),
     facts("scatter scatter_add scatter_reduce index_add index_copy index_reduce", places=(2, "index")),
     facts("index_put setitem put", places=(1, "indices", "index")),
     # a CPU's kernels add up in FP32 what is not named here; a GPU's add atomically, in the dtype that memory has
-    facts("index_put put", stalls=Stalls(cpu=(True,), option=(3, "accumulate"))),
-    facts("index_add", stalls=Stalls(cpu=(None,), cuda=(None,))),
-    facts("scatter_add", stalls=Stalls(cuda=(None,))),
-    facts("index_reduce", stalls=Stalls(("mean", "prod"), ("mean", "prod"), (4, "reduce"))),
-    facts("scatter_reduce", stalls=Stalls(cuda=("sum", "mean", "prod"), option=(4, "reduce"))),
-    facts("scatter", stalls=Stalls(cuda=("add", "multiply"), option=(4, "reduce"))),
+    facts("index_put put", sums_low=LowSums(cpu=(True,), option=(3, "accumulate"))),
+    facts("index_add", sums_low=LowSums(cpu=(None,), cuda=(None,))),
+    facts("scatter_add", sums_low=LowSums(cuda=(None,))),
+    facts("index_reduce", sums_low=LowSums(("mean", "prod"), ("mean", "prod"), (4, "reduce"))),
+    facts("scatter_reduce", sums_low=LowSums(cuda=("sum", "mean", "prod"), option=(4, "reduce"))),
+    facts("scatter", sums_low=LowSums(cuda=("add", "multiply"), option=(4, "reduce"))),
     facts("masked_fill index_fill fill fill_diagonal", numbers="fill"),
     facts("setitem", numbers="compared"),
     facts("clone masked_fill", boolean=True),

@@ -297,7 +297,7 @@ def test_a_result_of_another_dtype_than_x_stays() -> None:
 
 @outside
 def test_tables_that_are_learned_stay_with_a_loop_of_a_region() -> None:
-    class Learned(Written):
+    class UnderAutocast(Written):
         def __init__(self) -> None:
             super().__init__("q")
             del self.cos
@@ -306,7 +306,7 @@ def test_tables_that_are_learned_stay_with_a_loop_of_a_region() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return llama(self.q(x), self.cos, self.sin)
 
-    model = fxprec.convert(Learned(), fuse=True).module
+    model = fxprec.convert(UnderAutocast(), fuse=True).module
     model(torch.randn(2, 3, 5, 8)).sum().backward()
     assert model.cos.grad is not None and model.cos.grad.abs().sum() > 0
     assert not fxprec.graph_module(model).graph.find_nodes(op="call_function", target=rope)

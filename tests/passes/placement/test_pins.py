@@ -120,7 +120,7 @@ def test_a_cast_to_the_same_dtype_is_the_very_tensor(decided):
     assert classes == {"linear", "float_1", "add_"}
     assert found["float_1"].output is found["add_"].output is FP32
     linear = next(node for node in gm.graph.nodes if node.name == "linear")
-    assert (found["linear"].output, linear.meta["root_dtype"]) == (BF16, FP32)
+    assert (found["linear"].output, linear.meta["stored_dtype"]) == (BF16, FP32)
 
 
 def test_a_class_has_one_dtype(decided):
@@ -134,7 +134,7 @@ def test_a_class_has_one_dtype(decided):
 
     found, gm = decided(f)
     assert {found[name].output for name in ("linear", "add_", "relu_", "view")} == {BF16}
-    assert all("root_dtype" not in node.meta for node in gm.graph.nodes)
+    assert all("stored_dtype" not in node.meta for node in gm.graph.nodes)
 
 
 def test_a_written_product_lives_where_its_pin_says(decided):
@@ -145,13 +145,13 @@ def test_a_written_product_lives_where_its_pin_says(decided):
 
     found, gm = decided(f, low=FP16)
     linear = next(node for node in gm.graph.nodes if node.name == "linear")
-    assert linear.meta["root_dtype"] is FP32
+    assert linear.meta["stored_dtype"] is FP32
     assert found["linear"].output is FP16, "what its kernel puts out"
     assert found["masked_fill_"].output is FP32
     decided_again, gm = decided(f, low=BF16)
     linear = next(node for node in gm.graph.nodes if node.name == "linear")
-    assert linear.meta.get("root_dtype") in (None, FP32)
-    assert decided_again["masked_fill_"].output is linear.meta.get("root_dtype", BF16)
+    assert linear.meta.get("stored_dtype") in (None, FP32)
+    assert decided_again["masked_fill_"].output is linear.meta.get("stored_dtype", BF16)
 
 
 def test_of_two_pins_fp32_wins(decided):
@@ -170,9 +170,9 @@ def test_of_two_pins_fp32_wins(decided):
 def test_a_new_decision_forgets_where_roots_lived(tools, settings):
     gm = tools.traced(lambda x, w: F.linear(F.linear(x, w).masked_fill_(x > 0, -1e9), w), X, W)
     tools.rewritten(gm, tools.context(low=FP16), until="decide")
-    assert any("root_dtype" in node.meta for node in gm.graph.nodes)
+    assert any("stored_dtype" in node.meta for node in gm.graph.nodes)
     tools.rewritten(gm, tools.context(**settings), until="decide")
-    assert not any("root_dtype" in node.meta for node in gm.graph.nodes)
+    assert not any("stored_dtype" in node.meta for node in gm.graph.nodes)
 
 
 def test_writes_to_an_input_stay_in_its_dtype(decided):

@@ -79,7 +79,7 @@ def test_the_reason_is_the_tables_or_the_overrides():
 
 def test_an_op_without_a_row_keeps_its_dtypes_at_every_level():
     for level in LEVELS:
-        rule, why = Policy.preset(level).resolve("mylib::gate", node(), "", None)
+        rule, why, _ = Policy.preset(level).resolve("mylib::gate", node(), "", None)
         assert rule is Rule.KEEP
         assert level == "O0" or "with_rule" in why
 
@@ -232,7 +232,7 @@ def test_a_glob_that_matches_no_op_is_refused():
 
 def test_a_custom_op_is_known_by_its_row_or_its_registration(library):
     policy = Policy().with_rule("mylib::gate", "low", "accumulates in FP32")
-    assert policy.resolve("mylib::gate", node(), "", None) == (Rule.LOW, "accumulates in FP32")
+    assert policy.resolve("mylib::gate", node(), "", None)[:2] == (Rule.LOW, "accumulates in FP32")
     assert policy.with_rule("mylib::gate", Rule.FULL, "").resolve("mylib::gate", node(), "", None)[0] is Rule.FULL
     for name in ("mylib::gate", "mylib::*", "policytest::silent"):
         policy = policy.override(ops={name: "full"})
@@ -251,7 +251,7 @@ def test_rows_are_checked():
 
 
 def test_register_autocast_is_honoured(library):
-    rule, why = Policy().resolve("policytest::cast", node(), "", None, "cpu")
+    rule, why, _ = Policy().resolve("policytest::cast", node(), "", None, "cpu")
     assert rule is torch.float32 and "register_autocast" in why
     assert resolved(Policy(), "policytest::cast", device="cuda") is Rule.KEEP
     assert resolved(Policy().with_rule("policytest::cast", "low", ""), "policytest::cast", device="cpu") is Rule.LOW
