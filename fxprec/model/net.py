@@ -50,17 +50,19 @@ def turn_off() -> None:
 
 @contextlib.contextmanager
 def without_net() -> Iterator[None]:
-    """Have autocast off within the block, and its settings as they were before the first net."""
-    if not _nets.open:
-        yield
-        return
-    first, last = _nets.open[0], _nets.open[-1]
-    now = last.state()
-    first.set(False, *first.before[1:])
+    """Have autocast off within the block, and its settings as they were before the first net of each device."""
+    first: dict[str, Net] = {}
+    for net in _nets.open:
+        first.setdefault(net._device, net)
+    now = [(net, net.state()) for net in first.values()]
+    # The outermost last: all devices share one cache of casts, and it knows how that was.
+    for net in reversed(first.values()):
+        net.set(False, *net.before[1:])
     try:
         yield
     finally:
-        last.set(*now)
+        for net, state in now:
+            net.set(*state)
 
 
 class Net:

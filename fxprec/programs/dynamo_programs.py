@@ -198,13 +198,16 @@ class ProgramsByMemory:
         if self._gm is None:
             return self._programs[0]
         # Mostly the first one serves: arguments share memory as before.
-        found = next((each for each in self._programs if each.serves(arguments)), None)
-        if found is not None:
+        if (found := self._found(arguments)) is not None:
             return found
         with CAPTURING, unwatched(), fewer_collections():
-            made = self._rewrite(self._gm, arguments, len(self._programs) >= _MOST)
-            self._programs.append(made)
-        return made
+            if (found := self._found(arguments)) is None:  # else another thread made it in the meantime
+                found = self._rewrite(self._gm, arguments, len(self._programs) >= _MOST)
+                self._programs.append(found)
+        return found
+
+    def _found(self, arguments: tuple[Any, ...]) -> ArgumentProgram | None:
+        return next((each for each in self._programs if each.serves(arguments)), None)
 
 
 def _picker(positions: Sequence[int]) -> _Picker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxprec
-from fxprec.model.net import Net, inside_net
+from fxprec.model.net import Net, inside_net, without_net
 
 LOW = torch.bfloat16
 
@@ -37,6 +38,23 @@ def test_matmuls_are_low_inside_and_all_is_put_back():
     with pytest.raises(KeyError), Net("cpu", LOW):
         raise KeyError
     assert _state() == before
+
+
+@pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu", "cuda")])
+def test_nets_of_two_devices_are_left_and_entered_again(devices):
+    def states():
+        return [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")]
+
+    before, cached = states(), torch.is_autocast_cache_enabled()
+    with contextlib.ExitStack() as nets:
+        for device in devices:
+            nets.enter_context(Net(device, LOW))
+        within = states()
+        assert within == [(True, LOW)] * 2
+        with without_net():
+            assert (states(), torch.is_autocast_cache_enabled()) == (before, cached)
+        assert (states(), torch.is_autocast_cache_enabled()) == (within, False)
+    assert (states(), torch.is_autocast_cache_enabled()) == (before, cached)
 
 
 def test_within_an_autocast_of_the_user():
