@@ -122,7 +122,7 @@ def _is_cast(node: Node) -> bool:
 
 
 def _held_by(node: Node, target: torch.dtype, gradients: dict[Node, bool], kept: Set[Node]) -> Node | None:
-    """The earlier node that holds the very value of this cast already, its gradient too; None if there is none.
+    """Return the earlier node that holds the very value of this cast already, its gradient too; None if there is none.
 
     ``kept``: copies of the user's that are returned: they lie on the gradient's path of who reads them.
     """
@@ -166,7 +166,7 @@ def _is_users_copy(node: Node) -> bool:
 
 
 def _pure_target(node: Node) -> torch.dtype | None:
-    """The dtype a cast leads to, if changing the dtype is all that it does and it always does it."""
+    """Return the dtype a cast leads to, if changing the dtype is all that it does and it always does it."""
     if node.target in CASTS:
         return node.args[1] if node.target is cast else None  # type: ignore[return-value]
     plain = all(isinstance(each, torch.dtype) for each in node.args[1:])
@@ -176,7 +176,7 @@ def _pure_target(node: Node) -> torch.dtype | None:
 
 
 def _known(node: Node) -> torch.dtype | None:
-    """The dtype of a value where it is certain: not where a run-time test decides."""
+    """Return the dtype of a value where it is certain: not where a run-time test decides."""
     if node.target in CASTS and node.target is not cast:
         return None
     return actual_dtype(node) if isinstance(notes(node).dtype, torch.dtype) else None

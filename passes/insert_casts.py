@@ -159,12 +159,12 @@ def cast_behind(source: Node, recorded: Mapping[Node, bool], why: str) -> Node:
 
 
 def actual_dtype(node: Node) -> torch.dtype | None:
-    """The float dtype a node's value has in the rewritten graph, None where it is no float that a policy touches."""
+    """Return the float dtype of a value in the rewritten graph, None where it is no float that a policy touches."""
     return notes(node).precision.output
 
 
 def original_dtype(info: DTypeInfo | None) -> torch.dtype | None:
-    """The dtype that a castable value has in the original program (all castable ones of a tuple); else None."""
+    """Return the dtype that a castable value has in the original program (all castable ones of a tuple); else None."""
     if isinstance(info, tuple):
         found = {each for each in info if is_castable(each)}
         info = found.pop() if len(found) == 1 else None
@@ -174,7 +174,7 @@ def original_dtype(info: DTypeInfo | None) -> torch.dtype | None:
 
 
 def wanted_dtypes(node: Node) -> dict[tuple[int | str, Node], torch.dtype]:
-    """(port, source) -> the dtype in which ``node`` wants that castable argument, in the order of the arguments.
+    """Map (port, source) to the dtype in which a node wants that castable argument, in the order of the arguments.
 
     Absent: as it comes.
     """
@@ -204,7 +204,7 @@ def wanted_dtypes(node: Node) -> dict[tuple[int | str, Node], torch.dtype]:
 
 
 def _not_promoted(data: list[tuple[int | str, Node]], reads: torch.dtype, op: Op) -> list[tuple[int | str, Node]]:
-    """The arguments that still want a cast where the kernel itself promotes mixed inputs (0-dim ones do not count)."""
+    """Return the arguments that want a cast although the kernel promotes mixed inputs (0-dim ones do not count)."""
     if op.in_place:
         return []  # computes in the promoted dtype and writes its target's
     dimensioned = [(port, source) for port, source in data if not is_zero_dim(source)]
@@ -360,7 +360,7 @@ class _CastInserter:
         return self.keep_recorded(node, source) or self.keep_shared(node, source) or self.keep_apart(node, source)
 
     def keep_recorded(self, node: Node, source: Node) -> bool:
-        """A user's cast that did nothing in the original program, and converts now, must not end a gradient."""
+        """Keep the gradient of a user's cast that did nothing in the original program, and converts now."""
         if self.roots[node] in self.written_roots:
             return False
         if self.recorded[node] or not self.recorded[source] or len(node.args) > 2 or node.kwargs.keys() - {"dtype"}:
@@ -411,7 +411,7 @@ class _CastInserter:
         return True
 
     def recast_root(self, node: Node, dtype: torch.dtype) -> bool:
-        """A value lives in another dtype than its maker puts out: all that read or write it use a copy."""
+        """Cast a value that lives in another dtype than its maker puts out: all that read or write it use the cast."""
         function = cast_if_float if notes(node).dtype is UNKNOWN or node in self.guessed else cast
         with self.graph.inserting_after(node):
             new = self.graph.call_function(function, (node, dtype))

@@ -186,7 +186,7 @@ class _Walk:
         return info
 
     def _opless(self, node: Node, operands: Operands) -> DTypeInfo:
-        """A callable of no library: Python's own functions give numbers, of a user's function the fake value knows."""
+        """Return the dtype of what no library has: Python's own functions give numbers, others what was captured."""
         home = getattr(node.target, "__module__", None)
         if home in ("builtins", "math", "_operator") or (not operands.tensors and node.meta.get("val") is None):
             return self._number(node, operands, NON_TENSOR)
@@ -240,7 +240,7 @@ def _is_index(node: Node) -> bool:
 
 
 def _bind(body: GraphModule, operands: list[Any]) -> None:
-    """A body's inputs are the last operands of the call: predicates, flags and names come before them."""
+    """Give a body's inputs the dtypes of the call's last operands: predicates, flags and names come before them."""
     inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
     if len(inputs) > len(operands):
         return
@@ -257,7 +257,7 @@ def _overload(target: Any) -> OpOverload | None:
 
 
 def _overload_kind(target: OpOverload, kind: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    """An aten overload may give more results than the function whose row it shares, or one where that gives several."""
+    """Return the result kind of an aten overload, which may give more or fewer results than the function of its row."""
     results = len(schema_of(target).returns)
     if results == 1:
         return kind[0] if isinstance(kind, tuple) else kind

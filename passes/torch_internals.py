@@ -57,12 +57,12 @@ def numpy_call(target: object) -> str | None:
 
 
 def schema_of(op: OpOverload) -> Any:
-    """Its FunctionSchema: ``arguments``, ``returns``, ``is_mutable``."""
+    """Return its FunctionSchema: ``arguments``, ``returns``, ``is_mutable``."""
     return op._schema
 
 
 def autocast_key(device_type: str) -> Any:
-    """The dispatch key of autocast on a device type; None where there is none."""
+    """Return the dispatch key of autocast on a device type; None where there is none."""
     return getattr(_CORE.DispatchKey, f"Autocast{device_type.upper()}", None)
 
 
@@ -78,7 +78,7 @@ def unlogged() -> Iterator[None]:
 
 
 def custom_op_autocast(op_name: str, device_type: str) -> torch.dtype | None:
-    """The dtype that ``register_autocast`` of a ``torch.library.custom_op`` was given, or None."""
+    """Return the dtype that ``register_autocast`` of a ``torch.library.custom_op`` was given, or None."""
     definition = None if _definitions is None else _definitions.get(op_name)
     by_device = getattr(definition, "_autocast_dtype", {})
     older = getattr(definition, f"_autocast_{device_type}_dtype", None)  # as earlier versions of torch have it

@@ -78,7 +78,7 @@ def _wrapped(output: Any, context: _Context, restore: _Restore) -> Any:
 
 
 def _steps(inner: Any, context: _Context, restore: _Restore) -> Generator[Any, Any, Any]:
-    """``yield from inner`` (PEP 380), but for the context and what is made of the values.
+    """Do as ``yield from inner`` (PEP 380), but for the context and what is made of the values.
 
     Also of an iterator that is no generator: it has no ``send``, ``throw`` and ``close``.
     """

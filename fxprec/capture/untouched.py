@@ -43,7 +43,7 @@ class Contents:
             self._kept[id(container)] = container, container.copy(), label or f"a {type(container).__name__}"
 
     def add_nested(self, container: Any, label: _Label) -> None:
-        """``add``, with every container in it."""
+        """Do as ``add``, with every container in it."""
         if id(container) in self._kept:
             return
         self.add(container, label)

@@ -40,7 +40,7 @@ def expect_scaling(conversion: Conversion) -> None:
 
 
 def handed_back(scaler: LossScaler) -> None:
-    """``convert`` gave its caller this scaler: mostly it is the one that scales, and no other need be looked for."""
+    """Note the scaler that ``convert`` gave its caller: mostly that one scales, and no other is looked for."""
     _handed_back().add(scaler)
 
 

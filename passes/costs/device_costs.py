@@ -157,12 +157,12 @@ class Curve:
 
     @classmethod
     def linear(cls, overhead: float, rate: float) -> Curve:
-        """``overhead`` seconds and ``rate`` units of work a second."""
+        """Make the curve of ``overhead`` seconds a call and ``rate`` units of work a second."""
         work = [overhead * rate * 4.0**step for step in range(-4, 8)]
         return cls(tuple((each, overhead + each / rate) for each in work))
 
     def faster(self, factor: float) -> Curve:
-        """The curve of a device that does ``factor`` times the work in the same time; calls cost the same."""
+        """Return the curve of a device that does ``factor`` times the work in the same time; calls cost the same."""
         return Curve(tuple((work * factor, seconds) for work, seconds in self.points))
 
 
@@ -265,7 +265,7 @@ class DeviceCosts:
         return found[0], found[1]
 
     def best_attention(self, dtype: torch.dtype, ways: Sequence[AttentionWay]) -> AttentionWay:
-        """The first of these that was measured, unless another one takes clearly less time, forward and backward.
+        """Return the first of these that was measured, unless another takes clearly less time, forward and backward.
 
         The last one where none was measured.
         """
@@ -335,5 +335,5 @@ class DeviceCosts:
 
 
 def time_text(seconds: float) -> str:
-    """``12.3 us``, ``4.56 ms``."""
+    """Return a time as text: ``12.3 us``, ``4.56 ms``."""
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

@@ -252,7 +252,7 @@ def _picoseconds(seconds: float) -> int:
 
 
 def _operand(node: Node, position: int) -> Node:
-    """A tensor argument of a call, by position or, in the order of the call, by keyword."""
+    """Return a tensor argument of a call, by position or, in the order of the call, by keyword."""
     given = [*node.args, *node.kwargs.values()]
     found = given[position] if position < len(given) else None
     if isinstance(found, Node):
@@ -281,7 +281,7 @@ def _summed(node: Node, a: Shape, b: Shape) -> int:
 
 
 def _value(node: Node) -> Any:
-    """The fake value; dynamo's own where nobody took it over, as in the bodies of checkpointed regions."""
+    """Return the fake value; dynamo's own where nobody took it over, as in the bodies of checkpointed regions."""
     return node.meta.get("val", node.meta.get("example_value"))
 
 

@@ -28,7 +28,7 @@ def numel_of(value: Any) -> Any:
 
 
 def hint(size: Any) -> int | None:
-    """A size; of a symbolic one what it was when it was captured; None where nobody knows."""
+    """Return a size; of a symbolic one what it was when it was captured; None where nobody knows."""
     if isinstance(size, int):
         return size
     node = getattr(size, "node", None)

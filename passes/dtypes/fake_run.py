@@ -56,7 +56,7 @@ class _Value:
         )
 
     def described(self) -> tuple[object, ...]:
-        """All that the dtype of a result may follow from."""
+        """Return all that the dtype of a result may follow from."""
         return tuple(
             (type(leaf), leaf) if dtype is None else (dtype, leaf.dim(), leaf.device)
             for leaf, dtype in zip(_leaves(self.fakes), self.dtypes, strict=True)
@@ -72,7 +72,7 @@ class _Value:
 
 
 def run_on_fakes(gm: GraphModule) -> Iterator[Disagreement]:
-    """Every node of a graph whose result has another dtype than stated; none where no fake values were captured."""
+    """Yield every node whose result has another dtype than stated; none where no fake values were captured."""
     values = (node.meta.get("val") for node in gm.graph.nodes)
     mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
     if mode is not None:
@@ -81,7 +81,7 @@ def run_on_fakes(gm: GraphModule) -> Iterator[Disagreement]:
 
 
 def find_disagreement(node: Node, value: Any) -> Disagreement | None:
-    """The first tensor of a result whose dtype is not the one that its node's annotations state; None: all agree.
+    """Return the first tensor of a result whose dtype its node's annotations do not state; None: all agree.
 
     Not judged: a result of several tensors that is taken apart (each is judged where it is taken out), and results
     that nobody reads.
@@ -182,7 +182,7 @@ def _call(node: Node, values: dict[Node, _Value]) -> Any:
 
 
 def _autocast_of(node: Node, annotations: Annotations) -> contextlib.AbstractContextManager[Any]:
-    """The user's own autocast, where the node runs as it is written within it."""
+    """Return the user's own autocast, where the node runs as it is written within it."""
     if not annotations.as_written or not isinstance(annotations.autocast, torch.dtype):
         return contextlib.nullcontext()
     value = next(

@@ -93,7 +93,7 @@ def has_dimensions(node: Node) -> bool:
 
 
 def promote(operands: Operands) -> DTypeInfo:
-    """``torch.result_type`` of tensors and numbers; UNKNOWN as soon as one decisive dtype is."""
+    """Return ``torch.result_type`` of tensors and numbers; UNKNOWN as soon as one decisive dtype is."""
     found = {info for info, _ in operands.tensors}
     if not found:
         return NON_TENSOR
@@ -114,7 +114,7 @@ def _widest(infos: Iterable[DTypeInfo]) -> torch.dtype | None:
 
 
 def _combine(higher: DTypeInfo | None, lower: torch.dtype | None) -> DTypeInfo:
-    """A lower-priority operand changes the dtype only where its category is higher: bool, int, float, complex."""
+    """Combine dtypes: the lower counts only where its category (bool, int, float, complex) is higher."""
     if not isinstance(higher, torch.dtype):
         return lower if lower is not None else NON_TENSOR if higher is None else higher
     if lower is None or higher.is_complex:
@@ -143,12 +143,12 @@ def _tensors(operands: Operands) -> DTypeInfo:
 
 
 def first(operands: Operands) -> DTypeInfo:
-    """The first tensor argument's dtype."""
+    """Return the first tensor argument's dtype."""
     return operands.tensors[0][0] if operands.tensors else NON_TENSOR
 
 
 def _then(found: Kind, change: Callable[[torch.dtype], torch.dtype]) -> Kind:
-    """The kind that makes another dtype of what a kind finds, where that is one."""
+    """Return the kind that makes another dtype of what a kind finds, where that is one."""
 
     def changed(operands: Operands) -> DTypeInfo:
         info = found(operands)

@@ -40,7 +40,7 @@ class Facts:
     dtypes: dict[Node, DTypeInfo] = field(default_factory=dict)
 
     def requested(self, node: Node) -> DTypeInfo | None:
-        """The dtype that the call itself asks for: a constant, or ``dtype=x.dtype``."""
+        """Return the dtype that the call itself asks for: a constant, or ``dtype=x.dtype``."""
         dtype = dtype_argument(node)
         if dtype is not None:
             return dtype

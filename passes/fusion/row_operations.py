@@ -124,7 +124,7 @@ def _is_plain_cast(node: Node) -> bool:
 
 
 def _dropout(call: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> None:
-    """The arguments of dropout that a region knows."""
+    """Return the arguments of dropout that a region knows."""
 
 
 def _binds(function: Any, node: Node) -> bool:

@@ -237,7 +237,7 @@ def is_castable(info: DTypeInfo | None) -> bool:
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument of a call, given by position or by keyword; the default where it is left out."""
+    """Return an argument of a call, given by position or by keyword; the default where it is left out."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 

@@ -14,13 +14,13 @@ from fxprec.passes.torch_internals import tree_leaves, tree_map
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``x`` in ``dtype``; the tensor itself where it is that already. Only for values known to be castable floats."""
+    """Return ``x`` in ``dtype``, itself where it is that already. Only for values known to be castable floats."""
     return x.to(dtype)
 
 
 @graph_call
 def cast_if_float(x: object, dtype: torch.dtype) -> object:
-    """``cast`` for what nobody could know without inputs: what is no FP32, FP16 or BF16 tensor passes untouched.
+    """Do as ``cast`` where nobody knew what arrives: what is no FP32, FP16 or BF16 tensor passes untouched.
 
     A tensor of that dtype is returned without a call of ``to``, which gives another object for a tensor that is left
     over from a finished transform of ``torch.func``; the user asks for the gradient of this one.
@@ -30,14 +30,14 @@ def cast_if_float(x: object, dtype: torch.dtype) -> object:
 
 @graph_call
 def cast_for_caller(x: torch.Tensor, dtype: torch.dtype, *inputs: object) -> torch.Tensor:
-    """``cast`` for a result of low weights (O3), unless an input has its dtype: then it is low in the original, too."""
+    """Cast a result of low weights (O3), unless an input has its dtype: then it is low in the original, too."""
     is_low = any(isinstance(each, torch.Tensor) and each.dtype == x.dtype for each in tree_leaves(inputs))
     return x if is_low else x.to(dtype)
 
 
 @graph_call
 def read_back(wide: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """``wide`` in the dtype of the low value that it is the FP32 cast of; where it turned out otherwise, ``low``.
+    """Return ``wide`` in the dtype of the low value that it is the FP32 cast of; where it is none, ``low``.
 
     For casts of the user's that nobody knows without inputs: ``wide = low.type_as(x)``.
     """
@@ -47,13 +47,13 @@ def read_back(wide: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
 @graph_call
 def cast_each(values: Any, dtype: torch.dtype) -> Any:
-    """``cast_if_float`` for each tensor of a list, tuple or dict (``x.max(0)``); containers keep their types."""
+    """Do as ``cast_if_float`` with each tensor of a list, tuple or dict (``x.max(0)``); containers keep their types."""
     return tree_map(lambda value: cast_if_float(value, dtype), values)
 
 
 @graph_call
 def cast_saturating(x: object, dtype: torch.dtype) -> object:
-    """``cast_if_float`` for additive masks: what is finite stays so (FP32's lowest would round to -inf), -inf stays.
+    """Cast an additive mask: what is finite stays so (FP32's lowest would round to -inf), -inf stays.
 
     A row of a mask that holds the lowest float everywhere means "attend evenly"; as -inf it would give NaN.
     """

@@ -16,7 +16,7 @@ def new_node(
     name: str | None = None,
     type_expr: Any = None,
 ) -> Node:
-    """``graph.create_node``; the arguments are assigned afterwards.
+    """Do as ``graph.create_node``; the arguments are assigned afterwards.
 
     torch 2.13 walks through those that it is given, to warn of SymInts: a third of the time.
     """

@@ -45,7 +45,7 @@ def bodies_in(gm: GraphModule) -> dict[Node, GraphModule]:
 
 
 def body_of(node: Node) -> GraphModule | None:
-    """The body that a node fetches for a higher-order op, from the module of its own graph; None: it is none."""
+    """Return the body that a node fetches for a higher-order op, from the module of its own graph; None: it is none."""
     value = attribute_of(node) if node.op == "get_attr" and "." not in str(node.target) else None
     return value if isinstance(value, GraphModule) else None
 

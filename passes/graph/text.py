@@ -9,7 +9,7 @@ from fxprec.passes.graph.annotations import NO_OP, notes
 
 
 def dtype_name(dtype: object) -> str:
-    """``float16`` for ``torch.float16``; specials and None by their own short names."""
+    """Return ``float16`` for ``torch.float16``; specials and None by their own short names."""
     if dtype is None:
         return "-"
     if isinstance(dtype, tuple):
@@ -40,7 +40,7 @@ def _line(node: Node) -> str:
 
 
 def shown_dtype(node: Node) -> str:
-    """The dtype a node's value has in the rewritten graph; of a region with several results, all of theirs."""
+    """Return the dtype a node's value has in the rewritten graph; of a region with several results, all of theirs."""
     annotations = notes(node)
     if annotations.state("puts_out"):
         return dtype_name(annotations.puts_out)

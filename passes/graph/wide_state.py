@@ -19,19 +19,19 @@ from fxprec.passes.torch_internals import tree_map
 
 @graph_call
 def gru(x: Any, *args: Any, state: torch.dtype, **kwargs: Any) -> Any:
-    """``torch.gru`` of a low ``x`` and low weights, with a state, and results, in that dtype."""
+    """Run ``torch.gru`` of a low ``x`` and low weights, with a state, and results, in that dtype."""
     return _apart(torch.gru, x, args, kwargs, state)
 
 
 @graph_call
 def gru_cell(x: Any, *args: Any, state: torch.dtype, **kwargs: Any) -> Any:
-    """``torch.gru_cell``, likewise."""
+    """Run ``torch.gru_cell``, likewise."""
     return _apart(torch.gru_cell, x, args, kwargs, state)
 
 
 @graph_call
 def lstm_cell(x: Any, *args: Any, state: torch.dtype, **kwargs: Any) -> Any:
-    """``torch.lstm_cell``, likewise."""
+    """Run ``torch.lstm_cell``, likewise."""
     return _apart(torch.lstm_cell, x, args, kwargs, state)
 
 

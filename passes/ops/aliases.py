@@ -67,7 +67,7 @@ def alias_roots(graph: Graph, sources: Callable[[Node], Iterable[Node]] | None =
 
 
 def shared_sources(node: Node) -> Iterator[Node]:
-    """The arguments whose memory the result may share."""
+    """Return the arguments whose memory the result may share."""
     if not node.args:
         return
     op = notes(node).op
@@ -147,7 +147,7 @@ def _takes_out(node: Node) -> bool:
 
 
 def written_roots(graph: Graph, roots: Mapping[Node, Node]) -> set[Node]:
-    """The roots of memory that somebody writes to."""
+    """Return the roots of memory that somebody writes to."""
     return {roots[target] for node in graph.nodes for target in written_by(node)}
 
 
@@ -170,7 +170,7 @@ def written_memory(
 
 
 def outside_writes(gm: GraphModule) -> set[Node]:
-    """The inputs, parameters and buffers whose memory the graph may write to."""
+    """Return the inputs, parameters and buffers whose memory the graph may write to."""
     roots, written = written_memory(gm.graph)
     return {node for node, root in roots.items() if root in written and node.op in ("placeholder", "get_attr")}
 
@@ -193,7 +193,7 @@ def _operands(node: Node) -> Iterator[tuple[Node, bool, bool]]:
 
 
 def _overload(target: object) -> OpOverload | None:
-    """The op of a call, where the target says which it is; of a packet the first, since overloads write alike."""
+    """Return the op of a call, where its target says it; of a packet the first, since overloads write alike."""
     if isinstance(target, OpOverloadPacket):
         overloads = target.overloads()
         return getattr(target, overloads[0]) if overloads else None

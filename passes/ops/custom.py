@@ -10,7 +10,7 @@ from fxprec.passes.torch_internals import autocast_key, custom_op_autocast
 
 
 def registered_autocast(op_name: str, device: str | None = None) -> torch.dtype | None:
-    """The dtype that ``torch.library.register_autocast`` was given for an op on a device type (None: on any), or None.
+    """Return the dtype that ``torch.library.register_autocast`` has for an op on a device type (None: any), or None.
 
     torch offers no way to ask: ``custom_op`` definitions keep it in an attribute, ops of a ``Library`` in the
     closure of their Python kernel. What a version of torch keeps elsewhere counts as not registered.

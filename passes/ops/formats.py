@@ -32,7 +32,7 @@ def takes_over(node: Node) -> bool:
 
 
 def taken_over(graph: Graph, convolutions: Container[Node], through_views: bool = False) -> set[Node]:
-    """The convolutions, and the tensors that take over the order of their results.
+    """Return the convolutions, and the tensors that take over the order of their results.
 
     Args:
         through_views: also those behind a view of such a tensor; the view itself is none.
@@ -52,7 +52,7 @@ def taken_over(graph: Graph, convolutions: Container[Node], through_views: bool 
 
 
 def writes_across(graph: Graph, inside: Iterable[Node]) -> Node | None:
-    """The first node that writes to memory which one side has by then, and the other a copy of. None: nobody does."""
+    """Return the first node that writes to memory of which one side has a copy by then. None: nobody does."""
     inside, roots = {*inside}, alias_roots(graph)
     touched = {roots[node] for node in inside}
     sides: dict[Node, set[bool]] = {root: set() for root in touched}

@@ -95,7 +95,7 @@ _DTENSOR_OPS: Final = frozenset({"from_local", "to_local", "redistribute", "full
 
 
 def cast_target(node: Node) -> torch.dtype | None:
-    """The dtype that a node named "to" casts to; None where it only moves, or where the call does not say."""
+    """Return the dtype that a node named "to" casts to; None where it only moves, or where the call does not say."""
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     return FIXED_CASTS.get(str(name)) or dtype_argument(node)
 
@@ -120,12 +120,12 @@ def may_give_itself(node: Node) -> bool:
 
 
 def dtype_argument(node: Node) -> torch.dtype | None:
-    """The dtype among a call's arguments (``softmax(x, 0, dtype=torch.float32)``): its result has it, come what may."""
+    """Return the dtype among a call's arguments (``softmax(x, 0, dtype=torch.float32)``), which its result has."""
     return dtype_among((*node.args, *node.kwargs.values()))
 
 
 def dtype_among(arguments: Iterable[object]) -> torch.dtype | None:
-    """The first dtype among arguments, however it is written; None where there is none."""
+    """Return the first dtype among arguments, however it is written; None where there is none."""
     for each in arguments:
         if not isinstance(each, Node) and (dtype := _as_dtype(each)) is not None:
             return dtype
@@ -133,7 +133,7 @@ def dtype_among(arguments: Iterable[object]) -> torch.dtype | None:
 
 
 def canonical_op(node: Node) -> Op | None:
-    """``canonical_name`` of a call, told apart by its arguments where one callee does several things."""
+    """Return ``canonical_name`` of a call, told apart by its arguments where one callee does several things."""
     op = canonical_name(node.target, node.op)
     if op is None:
         return None
@@ -155,7 +155,7 @@ _EINSUMS: Final = MappingProxyType({Form.PRODUCT: "einsum_product", Form.SUM: "e
 
 
 def _as_dtype(argument: object) -> torch.dtype | None:
-    """``torch.half``, or what ``Tensor.type`` takes besides: ``"torch.HalfTensor"``, ``torch.HalfTensor``."""
+    """Return the dtype of ``torch.half``, or of what ``Tensor.type`` takes: a ``torch.HalfTensor``, or its name."""
     if isinstance(argument, torch.dtype):
         return argument
     if isinstance(argument, str) and argument.endswith("Tensor"):
@@ -167,7 +167,7 @@ def _as_dtype(argument: object) -> torch.dtype | None:
 
 @functools.cache
 def _named(name: str) -> Op:
-    """The op of a function or method of torch, as its name is written: a trailing underscore means in place."""
+    """Return the op of a function or method of torch, as its name is written: a trailing underscore means in place."""
     if name in _DUNDERS:
         return Op(_DUNDERS[name])
     if name.startswith("__") and name.endswith("__"):
@@ -201,7 +201,7 @@ def _library_op(target: OpOverload | OpOverloadPacket) -> Op:
 
 @functools.cache
 def _functions() -> dict[Any, Op]:
-    """Every Python function and builtin of torch that is an op, by identity. Built at first use."""
+    """Return every Python function and builtin of torch that is an op, by identity. Built at first use."""
     found = {function: Op(name) for function, name in _EXPLICIT if function is not None}
     found |= dict.fromkeys(CASTS, Op("to"))
     found |= {function: Op(name) for name, function in WITH_WIDE_STATE.items()}

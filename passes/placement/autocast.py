@@ -162,7 +162,7 @@ class _Promotion:
         return site.rule
 
     def widest(self, sources: Iterable[Node]) -> torch.dtype | None:
-        """The widest float that arrives; 0-dim ones only count among themselves."""
+        """Return the widest float that arrives; 0-dim ones only count among themselves."""
         known = [source for source in sources if source in self.dtypes]
         dimensioned = [source for source in known if not is_zero_dim(source)]
         found = [self.context.low if source in self.sources else self.dtypes[source] for source in dimensioned or known]

@@ -350,7 +350,7 @@ class Constraints:
         self.variables.add_cast_behind(node, made, self.variables.value[node])
 
     def _price(self, site: Site, floats: bool) -> Price | None:
-        """The price of a LOW op that is free; None: it is not ours to ask, or nobody knows, which is noted."""
+        """Return the price of a LOW op that is free; None: it is not ours to ask, or nobody knows, which is noted."""
         node, dtype = site.node, notes(site.node).dtype
         if self.freedom is Freedom.NONE or site.dtype is not None or not floats or self.is_overridden(site):
             return None

@@ -110,7 +110,7 @@ def sums_low(site: Site, device: str) -> bool:
 
 
 def _guards(node: Node) -> bool:
-    """``x / node``, ``sqrt(node)`` and the like."""
+    """Return whether a reader has a pole at 0: ``x / node``, ``sqrt(node)`` and the like."""
     for user in node.users:
         singular = facts_at(user).singular
         if singular is not None and user.args[singular : singular + 1] == (node,):
@@ -131,7 +131,7 @@ def overflowing_square(site: Site, context: Context) -> str | None:
 
 
 def exp_chains(graph: Graph) -> set[Node]:
-    """The ops between an exponential and a reduction of it."""
+    """Return the ops between an exponential and a reduction of it."""
     rows = {node: facts_of(noted.op.name) for node, noted in annotated(graph)}
     exponential = {node for node, row in rows.items() if row.exponential}
     if not exponential:

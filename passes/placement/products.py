@@ -93,7 +93,7 @@ def _seen_through(node: Node) -> Node:
 
 
 def _in_shape_of(view: Node, source: Node) -> bool:
-    """``x.view_as(x)``, ``x.reshape(x.shape)``, ``x.expand(x.size())``."""
+    """Return whether a view shows all as it is: ``x.view_as(x)``, ``x.reshape(x.shape)``, ``x.expand(x.size())``."""
     if len(view.args) != 2 or view.kwargs or not isinstance(shape := view.args[1], Node):
         return False
     if notes(shape).op.name in ("getattr", "size"):

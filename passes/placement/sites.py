@@ -224,14 +224,14 @@ def carries_float(info: DTypeInfo | None) -> bool:
 
 
 def assumed_original(info: DTypeInfo | None) -> torch.dtype:
-    """The original dtype of a castable value (of the first castable element); FP32 where nobody can know it."""
+    """Return the original dtype of a castable value (of the first castable element); FP32 where nobody can know it."""
     if isinstance(info, tuple):
         return assumed_original(next(element for element in info if carries_float(element)))
     return info if isinstance(info, torch.dtype) and info is not UNKNOWN else torch.float32
 
 
 def dtype_reference(node: Node) -> Node | None:
-    """The tensor whose dtype a call asks for: ``x.to(y.dtype)``, ``zeros(n, dtype=y.dtype)``, ``x.type_as(y)``."""
+    """Return the tensor whose dtype a call names: ``x.to(y.dtype)``, ``zeros(n, dtype=y.dtype)``, ``x.type_as(y)``."""
     for source in node.all_input_nodes:
         if notes(source).op.name == "getattr" and source.args[1] == "dtype" and isinstance(source.args[0], Node):
             return source.args[0]

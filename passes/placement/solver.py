@@ -66,7 +66,7 @@ class CutProblem:
 
 
 def solve(problem: CutProblem) -> list[bool]:
-    """The cheapest assignment, True for FP32; the same one every time."""
+    """Return the cheapest assignment, True for FP32; the same one every time."""
     pins = dict(problem.pins)
     # Closures first: what they pin shrinks tensors to edges of finite capacity, and the network with them.
     closures = _close(problem, pins)
@@ -113,7 +113,7 @@ def _close(problem: CutProblem, pins: dict[int, bool]) -> list[tuple[int, int]]:
 
 
 def _charge(network: _Network, tensor: Tensor, pins: Mapping[int, bool], auxiliary: int) -> None:
-    """The edges of one tensor; ``auxiliary`` and the next number are free for its two nodes."""
+    """Return the edges of one tensor; ``auxiliary`` and the next number are free for its two nodes."""
     producer, cost = tensor.producer, tensor.cost
     users = [user for user in dict.fromkeys(tensor.users) if user != producer]
     wide = [user for user in users if user not in tensor.promoters]
@@ -154,7 +154,7 @@ class _Network:
             self.pull[tail] -= capacity
 
     def join(self, here: int, there: int, capacity: float, forwards: bool) -> None:
-        """``add`` in one direction or the other."""
+        """Add an edge in one direction or the other."""
         self.add(*((here, there) if forwards else (there, here)), capacity)
 
     def reduce(self) -> set[int]:
@@ -182,7 +182,7 @@ class _Network:
         return full
 
     def parts(self) -> Iterator[list[int]]:
-        """The connected parts of what is left."""
+        """Return the connected parts of what is left."""
         seen: set[int] = set()
         for start in self.pull:
             if start in seen:
@@ -196,7 +196,7 @@ class _Network:
             yield part
 
     def cut(self, part: list[int]) -> set[int]:
-        """The FP32 side of a connected part."""
+        """Return the FP32 side of a connected part."""
         sources = {node: self.pull[node] for node in part if self.pull[node] > 0}
         sinks = {node: -self.pull[node] for node in part if self.pull[node] < 0}
         if not sources:

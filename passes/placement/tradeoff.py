@@ -110,7 +110,7 @@ class TradeOff:
         self.pairs = tuple(dict.fromkeys((each.producer, each.users[0]) for each in self._error.tensors))
 
     def cut(self, weight: float) -> Outcome:
-        """The least of picoseconds + weight * squared error."""
+        """Return the least of picoseconds + weight * squared error."""
         unary: dict[int, float] = defaultdict(float)
         tensors: list[Tensor] = []
         for problem, factor in ((self._time, 1.0), (self._error, weight)):
@@ -125,7 +125,7 @@ class TradeOff:
         return Outcome(tuple(full), seconds, cost_of(self._error, [*full]))
 
     def closed(self, move: Move) -> Move | None:
-        """The move with all that closures make of it. None: a pin or the move itself forbids that."""
+        """Return the move with all that closures make of it. None: a pin or the move itself forbids that."""
         whole = dict(move)
         waiting = [*move]
         for variable, full in waiting:  # which grows by what is forced
@@ -139,7 +139,7 @@ class TradeOff:
         return tuple(whole.items())
 
     def moved(self, now: Outcome, move: Move) -> Outcome | None:
-        """The outcome after a closed move, by what is around its variables. None: it is the same."""
+        """Return the outcome after a closed move, by what is around its variables. None: it is the same."""
         full = [*now.full]
         for variable, own in move:
             full[variable] = own
@@ -224,7 +224,7 @@ class TradeOff:
         return replace(self._time, tensors=tuple(tensors), unary=unary)
 
     def _read_in(self, node: Node, reader: Node) -> int | None:
-        """The variable in whose dtype a value is read; None where the reader takes what arrives."""
+        """Return the variable in whose dtype a value is read; None where the reader takes what arrives."""
         decided = self._constraints.decided.get(reader)
         known = () if decided is None else (decided.read, decided.out)
         return next((each for each in known if each is not None and self._variables.is_read(node, each)), None)
@@ -268,13 +268,13 @@ _LAST_DIGITS: Final = 1e-12
 
 
 def cheapest_within(trade: TradeOff, square: float) -> Outcome | None:
-    """The fastest assignment that was found of at most this squared error; None: even the most exact has more."""
+    """Return the fastest assignment found of at most this squared error; None: even the most exact has more."""
     budget = _Budget(trade, square, lambda each: each.square, lambda each: each.seconds)
     return budget.best(trade.cut(EXACT), trade.cut(0.0))
 
 
 def most_exact_within(trade: TradeOff, seconds: float) -> Outcome | None:
-    """The assignment of the least error that was found to take at most this long; None: even the fastest takes more."""
+    """Return the most exact assignment found to take at most this long; None: even the fastest takes more."""
     budget = _Budget(trade, seconds, lambda each: each.seconds, lambda each: each.square)
     return budget.best(trade.cut(0.0), trade.cut(EXACT))
 
@@ -368,7 +368,7 @@ class _Budget:
 
 
 def _connected(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
-    """The connected parts of a graph of these edges."""
+    """Return the connected parts of a graph of these edges."""
     part: dict[int, dict[int, None]] = {}
     for pair in pairs:
         whole = {each: None for end in pair for each in part.get(end, (end,))}

@@ -37,7 +37,7 @@ class Variables:
     """
 
     def __init__(self, low: torch.dtype, absorbs: bool = False, costs: OpCosts | None = None) -> None:
-        """``costs``: of casts and traffic; None: their bytes."""
+        """Start without variables. ``costs``: of casts and traffic; None: their bytes."""
         self.low = low
         self.absorbs = absorbs
         self._costs = costs
@@ -51,27 +51,27 @@ class Variables:
         self._count = 2
         self._makers: dict[int, Node] = {}
         self._prices: dict[int, float] = {}
-        self._origin: dict[Node, Node] = {}
+        self._caller_value: dict[Node, Node] = {}
         self._users: dict[Node, dict[int, bool]] = {}
-        self._first: dict[int, Node] = {}
-        self._steps: list[tuple[Node, int, int]] = []
+        self._node_of_weight: dict[int, Node] = {}
+        self._casts_behind: list[tuple[Node, int, int]] = []
         self._closures: list[tuple[int, int]] = []
 
     def new(self, maker: Node | None = None) -> int:
-        """A free variable; ``maker``: the node that writes its value, for its share of traffic."""
+        """Return a free variable; ``maker``: the node that writes its value, for its share of traffic."""
         self._count += 1
         if maker is not None:
             self._makers[self._count - 1] = maker
         return self._count - 1
 
     def priced(self, more: float) -> int:
-        """The free variable of an op that costs this much more in FP32 than low (negative: less)."""
+        """Return the free variable of an op that costs this much more in FP32 than low (negative: less)."""
         variable = self.new()
         self._prices[variable] = more
         return variable
 
     def pin(self, dtype: torch.dtype) -> int:
-        """The variable that stands for a dtype; one that is neither FP32 nor low is on the FP32 side of the cut."""
+        """Return the variable of a dtype; one that is neither FP32 nor low is on the FP32 side of the cut."""
         if dtype not in self._constants:
             variable = self._constants[dtype] = self.new()
             self._pins[variable], self._dtypes[variable] = True, dtype
@@ -81,7 +81,7 @@ class Variables:
         return variable in self._pins
 
     def dtype_of(self, variable: int) -> torch.dtype | None:
-        """The dtype that a pinned variable stands for; None where the cut is to find it."""
+        """Return the dtype that a pinned variable stands for; None where the cut is to find it."""
         return self._dtypes.get(variable)
 
     def pin_shared(self, node: Node, variable: int, dtype: torch.dtype) -> None:
@@ -104,12 +104,12 @@ class Variables:
             self.does_not_widen.add(node)
 
     def share_with_operand(self, placeholder: Node, operand: Node) -> None:
-        """The placeholder of a called body is the caller's value, and costs what that costs: a weight has a shadow."""
+        """Give a placeholder of a called body the caller's value, and what that costs: a weight has a shadow."""
         self.share_dtype(placeholder, operand)
-        self._origin[placeholder] = self._origin.get(operand, operand)
+        self._caller_value[placeholder] = self._caller_value.get(operand, operand)
 
     def arriving(self, node: Node) -> int:
-        """The variable of the dtype that a value has when it arrives."""
+        """Return the variable of the dtype that a value has when it arrives."""
         return self.arrives.get(node, self.value[node])
 
     def read(self, source: Node, variable: int, promotes: bool = False) -> None:
@@ -144,14 +144,14 @@ class Variables:
 
     def add_cast_behind(self, node: Node, producer: int, user: int) -> None:
         """Allow a cast right behind a node, before anyone reads it: from one variable's dtype to the other's."""
-        self._steps.append((node, producer, user))
+        self._casts_behind.append((node, producer, user))
 
     def widen_with(self, wide: Iterable[int], variable: int) -> None:
         """Constrain the variable to be FP32 where one of these is."""
         self._closures += [(each, variable) for each in wide]
 
     def promoting(self, site: Site) -> list[int]:
-        """The inputs that make an op FP32: the dimensioned ones, or the 0-dim ones among themselves."""
+        """Return the inputs that make an op FP32: the dimensioned ones, or the 0-dim ones among themselves."""
         # As in torch's promotion: a 0-dim tensor does not widen one with dimensions.
         known = [source for source in site.data if source in self.value]
         scalars = all(self._is_scalar(source) for source in site.data)
@@ -161,14 +161,14 @@ class Variables:
         return source not in self.does_not_widen and not self._is_scalar(source)
 
     def _is_scalar(self, source: Node) -> bool:
-        return is_zero_dim(self._origin.get(source, source))
+        return is_zero_dim(self._caller_value.get(source, source))
 
     def is_read(self, source: Node, variable: int) -> bool:
         """Return whether anybody reads a value in the dtype of this variable."""
         return variable in self._users.get(self.same(source), {})
 
     def problem(self) -> CutProblem:
-        # A body's placeholder costs what the caller's value costs (``_origin``): of a weight there is one shadow.
+        # A body's placeholder costs what the caller's value costs (``_caller_value``): of a weight there is one shadow.
         costs = self._costs or ByteCosts(self._users, self.absorbs)
         tensors = [
             Tensor(
@@ -179,8 +179,8 @@ class Variables:
             )
             for node, users in self._users.items()
         ]
-        tensors += [Tensor(producer, (user,), self._cast(costs, node)) for node, producer, user in self._steps]
-        unary = {variable: costs.traffic(self._origin.get(node, node)) for variable, node in self._makers.items()}
+        tensors += [Tensor(producer, (user,), self._cast(costs, node)) for node, producer, user in self._casts_behind]
+        unary = {variable: costs.traffic(self._caller_value.get(node, node)) for variable, node in self._makers.items()}
         return CutProblem(self._count, self._pins, tuple(tensors), tuple(self._closures), unary | self._prices)
 
     def casts_around(self, full: list[bool]) -> Callable[[Node, int, Iterable[Node]], tuple[float, float]]:
@@ -217,12 +217,12 @@ class Variables:
         return {None: None, **found, **self._dtypes}
 
     def _cast(self, costs: ByteCosts | OpCosts, node: Node) -> float:
-        return costs.cast(self._origin.get(node, node))
+        return costs.cast(self._caller_value.get(node, node))
 
     def same(self, source: Node) -> Node:
-        """The node whose readers count as the value's: a weight has one shadow, whatever nodes and names fetch it."""
-        fetched = self._origin.get(source, source)
+        """Return the node whose readers count as the value's: a weight has one shadow, whatever node fetches it."""
+        fetched = self._caller_value.get(source, source)
         if self._costs is None or fetched.op != "get_attr" or notes(fetched).kind != "parameter":
             return source
         weight = attribute_of(fetched)
-        return source if weight is None else self._first.setdefault(id(weight), source)
+        return source if weight is None else self._node_of_weight.setdefault(id(weight), source)

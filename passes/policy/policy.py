@@ -175,7 +175,7 @@ class Override:
         return isinstance(self.pattern, str) and any(fnmatchcase(each, self.pattern) for each in _with_parents(path))
 
     def _matches_class(self, kind: object) -> bool:
-        """``kind``: a class, or its qualified name as torch.export records it."""
+        """Compare the pattern with a class and its bases, or with a qualified name, as torch.export records it."""
         if isinstance(kind, type):
             if isinstance(self.pattern, type):
                 return issubclass(kind, self.pattern)
@@ -184,7 +184,7 @@ class Override:
 
 
 def parse_level(value: object) -> Level:
-    """The level of this name."""
+    """Return the level of this name."""
     if value in LEVELS:
         return cast(Level, value)
     digit = re.fullmatch(r"[Oo0]?([0-3])", str(value))
@@ -193,7 +193,7 @@ def parse_level(value: object) -> Level:
 
 
 def parse_precision(value: object, where: str) -> Resolved:
-    """A rule or a float dtype from what users write: ``torch.float32``, ``"float32"``, ``"keep"``, ``Rule.KEEP``."""
+    """Read a rule or a float dtype as users write it: ``torch.float32``, ``"float32"``, ``"keep"``, ``Rule.KEEP``."""
     text = str(value).removeprefix("torch.") if isinstance(value, torch.dtype | str) else repr(value)
     if text in _DTYPES:
         return _DTYPES[text]
@@ -206,7 +206,7 @@ def parse_precision(value: object, where: str) -> Resolved:
 
 
 def precision_name(precision: Resolved) -> str:
-    """``float32`` or ``keep``."""
+    """Return the name of a precision: ``float32`` or ``keep``."""
     return dtype_name(precision) if isinstance(precision, torch.dtype) else precision.value
 
 
@@ -230,7 +230,7 @@ def _stack(node: Node) -> Iterator[tuple[str, object]]:
 
 @lru_cache(maxsize=4096)
 def _with_parents(path: str) -> tuple[str, ...]:
-    """``a.b.c`` -> ``a.b.c``, ``a.b``, ``a``, and the root ``""``."""
+    """Return a path and those above it: ``a.b.c``, ``a.b``, ``a``, and the root ``""``."""
     parts = path.split(".") if path else []
     return tuple(".".join(parts[:length]) for length in range(len(parts), -1, -1))
 
@@ -257,7 +257,7 @@ class Policy:
 
     @classmethod
     def preset(cls, level: str) -> Policy:
-        """A level without overrides: O0 (nothing lowered), O1, O2, O3."""
+        """Return a level without overrides: O0 (nothing lowered), O1, O2, O3."""
         return cls(parse_level(level))
 
     @classmethod
@@ -267,7 +267,7 @@ class Policy:
         return cls(level, overrides, rules)
 
     def to_toml(self) -> str:
-        """The text of a file that ``from_toml`` reads back; what has no such text (a predicate) is refused."""
+        """Return the text of a file that ``from_toml`` reads back; what has no such text (a predicate) is refused."""
         return dump(self.level, self.overrides, self.rules)
 
     def override(
@@ -431,7 +431,7 @@ def loads(text: str, name: str = "<toml>") -> Parts:
 
 
 def dump(level: Level, overrides: Iterable[Override], rules: Iterable[CustomRule]) -> str:
-    """The text that ``loads`` reads back to the same (sources apart; classes become their names)."""
+    """Return the text that ``loads`` reads back to the same (sources apart; classes become their names)."""
     lines = ["[policy]", f'level = "{level}"']
     for row in rules:
         lines += ["", "[[rules]]", f"op = {_quote(row.op)}", f'rule = "{row.rule.value}"', f"why = {_quote(row.why)}"]

@@ -449,7 +449,7 @@ class Surroundings:
         return next(filter(None, [self.reach(cls) for cls in classes]), None)
 
     def attribute(self, cls: type, name: str) -> str | None:
-        """``name``, read of an object of this class: what the class has there. Why it is opaque, or None."""
+        """Look at what a class has under ``name``, read of an object of it. Return why it is opaque, or None."""
         base = next((base for base in cls.__mro__ if name in vars(base)), None)
         if base is None:
             return None
