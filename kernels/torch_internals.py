@@ -8,6 +8,7 @@ files, and tests what is relied on of each of these.
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from types import TracebackType
 from typing import Any, Final
 
@@ -103,15 +104,13 @@ reorder_transposed_weight: Final[Any] = optional(
 transposed_pointwise: Final[Any] = optional("torch:ops.mkldnn._convolution_transpose_pointwise.default", _NO_PACKING)
 has_bfloat16_kernels: Final[Any] = optional("torch:ops.mkldnn._is_mkldnn_bf16_supported.default", _NO_PACKING)
 
+#: Returns the level of forward-mode differentiation, -1 outside of it. No function of ours: every kernel's call asks.
+forward_ad_level: Final = partial(getattr, forward_ad, "_current_level")
+
 
 def is_fx_tracing() -> bool:
     """Return whether torch.fx traces symbolically, in this thread, or before torch 2.14 in any."""
     return _symbolic_trace._is_fx_tracing_flag if _fx_tracing is None else _fx_tracing()
-
-
-def forward_ad_is_on() -> bool:
-    """Return whether forward-mode differentiation is active."""
-    return forward_ad._current_level >= 0
 
 
 def keeps_graph() -> bool:

@@ -81,7 +81,7 @@ def swap_class(
     if known is not None:
         conversion.wrappers.share(vars(known)[name] for name in own)
     else:
-        wrappers = {name: conversion.wrappers.of_class(cls, name, partial(_enter_method, keys[name])) for name in own}
+        wrappers = {name: conversion.wrappers.of_class(cls, name, partial(_enter, keys[name])) for name in own}
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, ORIGINAL: cls}
         known = _subclass(cls, base, {**names, **wrappers, _METHODS: keys, **namespace})
         if alike is not None:
@@ -206,27 +206,20 @@ def _conversion_at(module: nn.Module) -> Conversion | None:
     return found
 
 
-def _enter_method(key: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Enter the conversion by a call of a method of the class."""
-    conversion = module.__dict__.get(STATE) or _conversion_at(module)
-    # A method that was kept from before ``revert``.
-    if conversion is None:
-        return unbound_method(original_class(module), key.rpartition(".")[2])(module, *args, **kwargs)
-    return _enter(conversion, conversion.methods[key], module, args, kwargs)
-
-
 def _enter_function(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Enter the conversion by a call of a function that was set on the instance."""
-    module = entry.owner()
-    conversion = None if module is None else _conversion_at(module)
+    return _enter(entry, entry.owner(), args, kwargs)
+
+
+def _enter(what: str | EntryPoint, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Enter the conversion by a call of a method of the class, by its name, or of a function with an entry point."""
+    conversion = None if module is None else module.__dict__.get(STATE) or _conversion_at(module)
+    # A method or function that was kept from before ``revert``, or outlives its module.
     if module is None or conversion is None:
-        return entry.unbound(module, *args, **kwargs)
-    return _enter(conversion, entry, module, args, kwargs)
-
-
-def _enter(
-    conversion: Conversion, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+        of_class = isinstance(what, str)
+        run = unbound_method(original_class(module), what.rpartition(".")[2]) if of_class else what.unbound  # type: ignore[arg-type]
+        return run(module, *args, **kwargs)
+    entry = conversion.methods[what] if isinstance(what, str) else what
     tracing = conversion.wrappers.tracing
     if tracing is not None and tracing == threading.get_ident():  # then the user's own functions run
         return entry.unbound(module, *args, **kwargs)
@@ -274,7 +267,7 @@ def _follow(module: nn.Module, name: str, late: bool = False) -> None:
     conversion.captured.forget_with(plain, entry)
 
 
-for _function in (_enter_method, _enter_function, _enter, _follow):
+for _function in (_enter_function, _enter, _follow):
     hide_from_dynamo(_function, NOT_TRACED)
 
 

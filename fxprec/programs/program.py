@@ -120,23 +120,28 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
     named = {kind: tuple(path for k, path in slots if k == kind) for kind in ("low", "plain")}
     written = [noted for _, noted in nodes if noted.written]
     writes_weights = any(noted.kind == "parameter" for noted in written)
-    function = without_autocast(_runner(lifted, function), device)
+    function = _runner(lifted, function, device)
     # What it neither writes nor copies may share memory with anything.
     matters = {weight_path(node) for node in _written_or_copied(gm.graph) if node.op == "get_attr"} if written else ()
     watched = tuple(path for path in named["plain"] if path in matters)
     return Program(function, named["low"], named["plain"], lifted, bool(written), watched, writes_weights)
 
 
-def _runner(lifted: GraphModule, compiled: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return the forward of a lifted graph, whose source is written at the first call: a tenth of a conversion.
+def _runner(lifted: GraphModule, compiled: Callable[..., Any] | None, device: str) -> Callable[..., Any]:
+    """Return the forward of a lifted graph, with autocast off.
 
-    Where ``torch.func`` transforms norms, or in forward mode, they compute in FP32: there torch's derivatives of mixed
-    ones do not run, or give FP32 tangents to low values.
+    The source of the forward is written at the first call, since it takes a tenth of a conversion's time.
+
+    Where ``torch.func`` transforms norms, or in forward mode, they compute in FP32: there torch's derivatives of norms
+    of low values with FP32 weights do not run, or give FP32 tangents to low values.
     """
     mixed, forward, wide = _has_mixed_norms(lifted), compiled, None
+    autocast_is_on = torch.is_autocast_enabled
 
     def run(*args: Any) -> Any:
         nonlocal forward, wide
+        if autocast_is_on(device):
+            return without_autocast(run, device)(*args)
         if mixed and watcher(TRANSFORM, DUAL) is not None:
             wide = wide or _with_wide_norms(lifted).forward
             return wide(*args)
@@ -144,6 +149,9 @@ def _runner(lifted: GraphModule, compiled: Callable[..., Any] | None) -> Callabl
             lifted.real_recompile()  # type: ignore[operator]  # of a lazy graph module
             forward = lifted.forward
             call_directly(forward)
+            # The commonest call of all: with nothing of ours around it.
+            names = forward.__globals__
+            names |= {name: torch.Tensor.to for name, each in names.items() if each is cast}
         return forward(*args)
 
     return run

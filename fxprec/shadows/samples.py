@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.cpu.words import SAMPLES, WORD, nonzero_addresses, places_of, sampled_addresses, words
-from fxprec.kernels.launch.observers import ANY_MODE, unwatched, watcher
+from fxprec.kernels.launch.observers import unwatched
 from fxprec.kernels.launch.operands import is_dense_tensor
+from fxprec.kernels.torch_internals import dispatch_modes
 from fxprec.shadows.entry import Entry
 
 _FIRST_ROWS: Final = 64
@@ -117,12 +118,12 @@ class HostLook:
 
     def same(self) -> bool:
         # Modes should see the model's ops only.
-        with unwatched() if watcher(ANY_MODE) is not None else nullcontext():
-            return torch.equal(self._now(), self._read())
+        with unwatched() if dispatch_modes() else nullcontext():
+            return torch.equal(*self._both())
 
     def note(self) -> None:
-        with unwatched() if watcher(ANY_MODE) is not None else nullcontext():
-            now = self._now()
+        with unwatched() if dispatch_modes() else nullcontext():
+            now, noted = self._both()
             # As floats, for -0.0 is zero, too: a mask makes it of a negative number.
             samples = now.view(torch.float32)
             zeros = len(samples) - int(samples.count_nonzero())
@@ -131,19 +132,27 @@ class HostLook:
                 self._zeros = zeros
                 few = samples.view(-1, SAMPLES).count_nonzero(1) <= _FEW
                 if few.any() and self._choose(few.nonzero().view(-1).tolist()):
-                    now = self._now()
-            noted = self._read()
+                    now, noted = self._both()
             if self._successive:
                 noted.copy_(now)
             else:
                 self._samples.values.index_copy_(0, self._numbers, now)
 
-    def _now(self) -> Tensor:
-        """Return the sampled elements as they are now."""
+    def _both(self) -> tuple[Tensor, Tensor]:
+        """Return the sampled elements as they are now, and as they were noted: a view if the rows are consecutive."""
         if self._chosen != self._samples.chosen:
             self._chosen = self._samples.chosen
             self._places = places_of(chain.from_iterable(entry.samples for entry in self._entries))
-        return words(self._places)
+        values = self._samples.values
+        if self._of is not values:
+            self._of = values
+            if self._successive:
+                self._noted = values[self._rows[0] * SAMPLES : (self._rows[-1] + 1) * SAMPLES]
+            else:
+                rows = torch.tensor(self._rows, device="cpu").unsqueeze(1) * SAMPLES
+                self._numbers = (rows + torch.arange(SAMPLES, device="cpu")).view(-1)
+        noted = self._noted if self._successive else values.index_select(0, self._numbers)
+        return words(self._places), noted
 
     def _choose(self, numbers: Iterable[int]) -> bool:
         """Sample nonzero elements of these weights from now on; return whether any samples changed."""
@@ -157,18 +166,6 @@ class HostLook:
                 entry.samples, found = chosen, True
         self._samples.chosen += found
         return found
-
-    def _read(self) -> Tensor:
-        """Return the noted samples, as a view if the rows are consecutive."""
-        values = self._samples.values
-        if self._of is not values:
-            self._of = values
-            if self._successive:
-                self._noted = values[self._rows[0] * SAMPLES : (self._rows[-1] + 1) * SAMPLES]
-            else:
-                rows = torch.tensor(self._rows, device="cpu").unsqueeze(1) * SAMPLES
-                self._numbers = (rows + torch.arange(SAMPLES, device="cpu")).view(-1)
-        return self._noted if self._successive else values.index_select(0, self._numbers)
 
 
 class DeviceLook:

@@ -41,6 +41,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fxprec.host_reads import capturing
+from fxprec.kernels.launch.observers import ANY_MODE, SCRIPT, TRANSFORM, watcher
 from fxprec.shadows.entry import Entry, is_lasting, is_traced, stale
 from fxprec.shadows.low_gradients import refuse_ddp, widen, wish_for
 from fxprec.shadows.samples import Look, Samples, look_at, note, same, samples_of
@@ -101,19 +102,20 @@ class CachedRead:
             and same(self.looks)
         )
 
-    def fits(self, weights: Sequence[Tensor]) -> bool:
-        """Return whether the shadows still belong to the weights' memory, shapes and autograd nodes."""
-        return (
-            [*map(_pointer, weights)] == self.pointers
-            and [*map(_shape, weights)] == self.shapes
-            and [*map(_requires_grad, weights)] == self.requires_grad
-            # swap_tensors exchanges what is inside two tensors: the edge then leads to the other one.
-            and all(map(operator.is_, map(_variable, self.edges), compress(weights, self.requires_grad)))
-        )
-
     def changed(self, weights: Sequence[Tensor]) -> bool | None:
-        """Return whether all versions changed (True) or none (False); None if only some did."""
+        """Return whether all versions changed (True) or none (False).
+
+        None if only some did, or if a shadow no longer belongs to its weight's memory, shape or autograd node.
+        """
         # Lists compared by C loops: a call of Python for each weight would take longer than its copy.
+        if (
+            [*map(_pointer, weights)] != self.pointers
+            or [*map(_shape, weights)] != self.shapes
+            or [*map(_requires_grad, weights)] != self.requires_grad
+            # swap_tensors exchanges what is inside two tensors: the edge then leads to the other one.
+            or not all(map(operator.is_, map(_variable, self.edges), compress(weights, self.requires_grad)))
+        ):
+            return None
         same = [*map(operator.eq, map(_version, weights), self.versions)]
         return None if any(same) and not all(same) else not any(same)
 
@@ -194,7 +196,8 @@ class ShadowStore:
         """Return the low copies of ``weights``, in order."""
         if self.come_and_go:
             return [weight.to(self.dtype) for weight in weights]
-        if is_traced():
+        # Mostly nobody looks on at all, which torch's own functions tell; a mode alone is no trace.
+        if watcher(TRANSFORM, SCRIPT, ANY_MODE) is not None and is_traced():
             self.looked += 1
             return [weight.to(self.dtype) for weight in weights]
         ids = tuple(map(id, weights))
@@ -349,12 +352,7 @@ class ShadowStore:
         Return False, and do nothing, in any other case.
         """
         known = len(self._entries)
-        if (
-            cached.distinct != known
-            or cached.device is None
-            or not any(cached.requires_grad)
-            or not cached.fits(weights)
-        ):
+        if cached.distinct != known or cached.device is None or not any(cached.requires_grad):
             return False
         changed, stepped, written = cached.changed(weights), len(self._stepped), len(self._written)
         if changed is None or stepped not in (0, known) or written not in (0, 0 if changed or stepped else known):

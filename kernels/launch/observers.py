@@ -20,7 +20,7 @@ from fxprec.kernels.torch_internals import (
     current_dispatch_mode,
     disable_current_modes,
     dispatch_modes,
-    forward_ad_is_on,
+    forward_ad_level,
     function_transform_level,
     is_fx_tracing,
     jit_tracing_state,
@@ -33,13 +33,15 @@ _TRACING: Final = (DispatchModeKey.FAKE, DispatchModeKey.PROXY, DispatchModeKey.
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Interceptor:
-    """Tracer, mode or transform: its ``name`` in messages, and a function that is truthy while it is active.
+    """Tracer, mode or transform: its ``name`` in messages, and how to ask whether it is active in this thread.
 
-    ``is_on`` asks about this thread. It is torch's own function where possible, since every call of a kernel asks.
+    ``state`` is torch's own function where possible, since every call of a kernel asks. It returns ``off`` while
+    nothing is active: a level of forward-mode differentiation counts from 0.
     """
 
     name: str
-    is_on: Callable[[], object]
+    state: Callable[[], object]
+    off: object = None
 
 
 def tracing_mode() -> object | None:
@@ -52,20 +54,20 @@ def tracing_mode() -> object | None:
     return None
 
 
-COMPILER: Final = Interceptor("a compiler", torch.compiler.is_compiling)
+COMPILER: Final = Interceptor("a compiler", torch.compiler.is_compiling, off=False)
 TRANSFORM: Final = Interceptor("a torch.func transform", function_transform_level)  # from 1; None: there is none
-DUAL: Final = Interceptor("forward-mode differentiation", forward_ad_is_on)
+DUAL: Final = Interceptor("forward-mode differentiation", forward_ad_level, off=-1)
 SCRIPT: Final = Interceptor("torch.jit.trace", jit_tracing_state)
-FX: Final = Interceptor("torch.fx.symbolic_trace", is_fx_tracing)
+FX: Final = Interceptor("torch.fx.symbolic_trace", is_fx_tracing, off=False)
 TRACING: Final = Interceptor("a tracing mode", tracing_mode)
-PROXY: Final = Interceptor("a tracer", lambda: dispatch_modes() > 0 and get_proxy_mode() is not None)
-ANY_MODE: Final = Interceptor("a dispatch mode", dispatch_modes)
+PROXY: Final = Interceptor("a tracer", lambda: dispatch_modes() > 0 and get_proxy_mode() is not None, off=False)
+ANY_MODE: Final = Interceptor("a dispatch mode", dispatch_modes, off=0)
 
 
 def watcher(*asked: Interceptor) -> Interceptor | None:
     """Return the first of these that is active in this thread, or None."""
     for each in asked:
-        if each.is_on():
+        if each.state() != each.off:
             return each
     return None
 

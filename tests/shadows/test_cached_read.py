@@ -130,7 +130,7 @@ def test_a_shadow_that_no_longer_fits_is_made_again(weights: list[Tensor], looks
     store.note_stepping(weights)
     looks.clear()
     change(weights[0])
-    assert not cached_read_of(weights).fits([weights[1], weights[0], weights[2]])
+    assert cached_read_of(weights).changed([weights[1], weights[0], weights[2]]) is None
     new = forward(store, weights)
     assert looks == [True]
     assert new[0] is not old[0] and new[1] is old[1]
@@ -151,10 +151,10 @@ def test_only_frozen_weights_are_copied_when_they_show_a_change(looks: list[bool
 
 def test_what_a_cached_read_sees(weights: list[Tensor]):
     cached = cached_read_of(weights)
-    assert cached.holds(weights) and cached.fits(weights) and cached.changed(weights) is False
+    assert cached.holds(weights) and cached.changed(weights) is False
     with torch.no_grad():
         weights[0].add_(1)
-    assert not cached.holds(weights) and cached.fits(weights) and cached.changed(weights) is None
+    assert not cached.holds(weights) and cached.changed(weights) is None
     with torch.no_grad():
         weights[1].add_(1)
         weights[2].add_(1)

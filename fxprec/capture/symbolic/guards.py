@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import attrgetter, call, contains, is_, itemgetter
+from operator import attrgetter, call, is_, itemgetter
 from types import FunctionType
 from typing import Any, Final, NamedTuple
 
@@ -123,7 +123,7 @@ class Guards(CapturedFacts):
             [
                 *_classes(inner),
                 _hooks(called),
-                _missing(reads),
+                *_missing(reads),
                 *as_expected([*values, *parts]),
                 fact_of(_Slots(reads)),
                 *_walked(reads),
@@ -160,8 +160,8 @@ def _hooks(called: Sequence[Reads]) -> Fact:
     return Fact(any, hooks, False, change)
 
 
-def _missing(reads: Sequence[Reads]) -> Fact:
-    """Return the fact that names which were found on a class, or nowhere, are not on the instance by now."""
+def _missing(reads: Sequence[Reads]) -> list[Fact]:
+    """Return the facts that names which were found on a class, or nowhere, are not on the instance by now."""
     # A name that was found nowhere may appear in the instance, among its parts, or in a class.
     names = [(vars(read.module), name, read) for read in reads for name in sorted(read.missing)]
     for read in reads:
@@ -169,12 +169,12 @@ def _missing(reads: Sequence[Reads]) -> Fact:
         for name in sorted(read.absent):
             scopes = (attributes, *map(attributes.__getitem__, PARTS), *map(vars, classes))
             names += [(scope, name, read) for scope in scopes]
-    wanted = [name for _, name, _ in names]
 
     def change() -> str:
         return next(f"{read.label(name)} was set" for scope, name, read in names if name in scope)
 
-    return Fact(lambda scopes: any(map(contains, scopes, wanted)), [scope for scope, _, _ in names], False, change)
+    # The namespaces' own methods: no Python runs for these at a call.
+    return [Fact(scope.__contains__, name, False, change) for scope, name, _ in names]
 
 
 def _walked(reads: Sequence[Reads]) -> Iterator[Fact]:
