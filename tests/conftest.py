@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, symbolic_trace
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import pairwise
 from fxprec.capture.symbolic.trace import propagate_shapes
 from fxprec.errors import ConversionError
 from fxprec.kernels.calls import sizes
@@ -41,6 +42,17 @@ logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ig
 for _device in (torch.cuda, torch.xpu, torch.mtia):
     if not _device.is_available():
         _device.manual_seed_all = lambda seed: None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-cases", action="store_true", help="run whole products of parameters (tests/tools/pairwise.py)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Run pairs of parameters' values in place of whole products."""
+    config.pluginmanager.register(pairwise, "pairwise")
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
