@@ -128,14 +128,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    wanted, rest = [*ctx.needs_input_grad[:3]], (None,) * 3
+    wanted = [*ctx.needs_input_grad[:3]]
     if torch.is_grad_enabled():
         # The bias was not saved: its gradient is a sum, whatever its values.
         of_x, of_weight, *_ = eager_gradients(reference, (x, weight, None, *ctx.settings), (grad,))
-        return of_x, of_weight, grad.float().sum((0, 2, 3)).to(grad.dtype) if wanted[2] else None, *rest
+        return of_x, of_weight, grad.float().sum((0, 2, 3)).to(grad.dtype) if wanted[2] else None
     run: Any = backward_reference if watcher(TRANSFORM) is not None else _backward_op
     found = iter(run(grad, x, weight, ctx.biased, *ctx.settings, wanted))
-    return *[next(found) if each else None for each in wanted], *rest
+    return tuple([next(found) if each else None for each in wanted])
 
 
 _backward_op = KernelOp("depthwise_conv2d_backward", _backward, _fake_backward)

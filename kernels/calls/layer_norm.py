@@ -11,7 +11,6 @@ Forward and backward take 1.5 to 2 times as long as torch's (two cores of an AMD
 
 from __future__ import annotations
 
-from functools import partial
 from math import prod
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxprec.kernels.launch.graph_call import graph_call, stands_for
-from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.kernel_op import KernelOp
 from fxprec.kernels.launch.observers import TRANSFORM, runs_eagerly, watcher
 from fxprec.kernels.launch.operands import suits_loops
 
@@ -105,24 +104,17 @@ def _fake_backward(grad: Tensor, x: Tensor, weight: Any, bias: Any, *rest: Any) 
     return [torch.empty_like(each, memory_format=torch.contiguous_format) for each, want in pairs if want]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, ctx.shape, ctx.eps = inputs
-    ctx.save_for_backward(x, weight, bias)
-
-
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (x, weight, bias), wanted = ctx.saved_tensors, [*ctx.needs_input_grad[:3]]
-    if torch.is_grad_enabled():
-        again = partial(reference, shape=ctx.shape, eps=ctx.eps)
-        return *eager_gradients(again, (x, weight, bias), (grad,)), None, None
+    tensors, wanted = ctx.saved_tensors, [*ctx.needs_input_grad[:3]]
+    given: Any = (grad, *tensors, *ctx.settings, wanted)
+    # The op has no rule for a transform that looks into the backward, which its formula needs none for.
     if watcher(TRANSFORM) is not None:
-        inputs = [each for each, want in zip((x, weight, bias), wanted, strict=True) if want]
-        wide = backward_reference(grad, x, weight, bias, ctx.shape, ctx.eps, wanted)
-        found = iter([each.to(own.dtype) for each, own in zip(wide, inputs, strict=True)])
+        inputs = [each for each, want in zip(tensors, wanted, strict=True) if want]
+        found = iter([each.to(own.dtype) for each, own in zip(backward_reference(*given), inputs, strict=True)])
     else:
-        found = iter(_backward_op(grad, x, weight, bias, ctx.shape, ctx.eps, wanted))
-    return *(next(found) if each else None for each in wanted), None, None
+        found = iter(_backward_op(*given))
+    return tuple([next(found) if want else None for want in wanted])
 
 
 _backward_op = KernelOp("layer_norm_backward", _backward, _fake_backward)
-_op = KernelOp("layer_norm", _forward, _fake, backward=_gradients, setup_context=_setup_context)
+_op = KernelOp("layer_norm", _forward, _fake, backward=_gradients, reference=reference)

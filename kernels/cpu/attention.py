@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.kernel_op import KernelOp
 from fxprec.kernels.launch.observers import runs_eagerly
 from fxprec.kernels.torch_internals import attention_choice
 
@@ -142,15 +142,7 @@ def op_of(
     """
     backward_op = KernelOp(f"{name}_backward", backward, gradients_like)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, causal, scale = inputs
-        ctx.settings = causal, scale
-        ctx.save_for_backward(*tensors)
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return backward_op(grad, *ctx.saved_tensors, *ctx.settings)
 
-    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        given = *ctx.saved_tensors, *ctx.settings
-        if torch.is_grad_enabled():
-            return eager_gradients(reference, given, (grad,))
-        return *backward_op(grad, *given), None, None, None
-
-    return KernelOp(name, forward, lambda query, *_: empty_like(query), backward=gradients, setup_context=setup_context)
+    return KernelOp(name, forward, lambda query, *_: empty_like(query), backward=gradients, reference=reference)

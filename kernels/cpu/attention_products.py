@@ -49,7 +49,7 @@ from fxprec.kernels.cpu.attention import (
     wants_gradients,
 )
 from fxprec.kernels.cpu.processor import bfloat16_units
-from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.kernel_op import KernelOp
 from fxprec.kernels.torch_internals import softmax_backward
 
 #: Bytes of the FP32 scores that are made at once: with what is made of them they stay in a cache of some megabytes.
@@ -283,21 +283,9 @@ class _Backward:
             place.copy_(total.view(place.shape))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, causal, scale, _ = inputs
-    ctx.set_materialize_grads(False)
-    ctx.settings = causal, scale
-    ctx.save_for_backward(*tensors, output[1])
-
-
-def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    rest = (None,) * 4
-    if grad is None:
-        return None, None, None, *rest
-    *tensors, probabilities = ctx.saved_tensors
-    if torch.is_grad_enabled():
-        return *eager_gradients(reference, (*tensors, *ctx.settings), (grad,)), None
-    return *_backward_op(grad, *tensors, probabilities, *ctx.settings), *rest
+def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    causal, scale, _ = ctx.settings
+    return _backward_op(grad, *ctx.saved_tensors, causal, scale)
 
 
 def _forward_of_torch(
@@ -310,7 +298,7 @@ def _forward_of_torch(
 
 
 _backward_op = KernelOp("attention_backward", _backward, gradients_like)
-_op = KernelOp("attention", _forward, _fake, backward=_gradients, setup_context=_setup_context)
+_op = KernelOp("attention", _forward, _fake, backward=_gradients, reference=reference)
 _recomputed_op = op_of("recomputed_attention", _forward_of_torch, _backward_again)
 
 

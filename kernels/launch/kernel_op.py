@@ -1,21 +1,22 @@
 """Makes a kernel a torch op that torch.compile, torch.export and dispatch modes see, and that is cheap without them.
 
-A kernel file writes the launcher of its forward, what the result looks like (fake), what the backward needs
-(setup_context) and the backward, and makes one ``KernelOp`` of them. Calling it takes one of three ways::
+A kernel file writes the launcher of its forward, what the result looks like (fake), the backward, and the forward in
+torch's ops (reference), and makes one ``KernelOp`` of them. Calling it takes one of three ways::
 
     a tracer, a dispatch mode, a transform or a tensor subclass   torch.ops.fxprec.<name>      (about 25 us a call)
     otherwise, where a gradient will be wanted                    torch.autograd.Function      (about 12 us)
     otherwise                                                     the launcher itself
 
 The backward launches its own ``KernelOp``, which has no autograd: with ``create_graph=True`` gradients are enabled
-there, and the backward returns ``eager_gradients`` instead, which autograd can differentiate again. Where gradients
-come in a batch it runs once for each (``one_by_one``).
+there, and the gradients of the reference are taken instead (``eager_gradients``), which autograd can differentiate
+again. Where gradients come in a batch it runs once for each (``one_by_one``).
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -40,9 +41,13 @@ class KernelOp:
             returns Tensor or a tuple of them); it returns no input and no view of one, and writes to none but those
             named.
         fake: the same arguments to empty tensors of the results' shapes, dtypes and strides.
-        backward: ``backward(ctx, *grads)``, as of torch.autograd.Function: a gradient (or None) for each input.
-            It never sees gradients in a batch: they come one by one.
-        setup_context: ``setup_context(ctx, inputs, output)``, as of torch.library.register_autograd.
+        backward: ``backward(ctx, *grads)``, as of torch.autograd.Function: a gradient (or None) for each of the first
+            inputs; the others have none. It never sees gradients in a batch, which come one by one, nor none at all.
+        setup_context: ``setup_context(ctx, inputs, output)``, as of torch.library.register_autograd. By default all
+            results but the first are statistics, which nobody differentiates. These are saved behind the tensors among
+            the inputs, which come first, and ``ctx.settings`` has the other inputs.
+        reference: the first result in torch's ops, of the first arguments of ``forward``. Where ``setup_context`` is
+            the default it serves a backward that is recorded itself; elsewhere ``backward`` sees to that.
         mutates_args: names of the arguments that ``forward`` writes to; such an op has no backward.
     """
 
@@ -54,6 +59,7 @@ class KernelOp:
         *,
         backward: Callable[..., Any] | None = None,
         setup_context: Callable[..., None] | None = None,
+        reference: Callable[..., Tensor] | None = None,
         mutates_args: Sequence[str] = (),
     ) -> None:
         self.name = name
@@ -64,7 +70,10 @@ class KernelOp:
         self._apply: Any = None
         self._transformed: Any = None
         if backward is not None:
-            backward = one_by_one(backward)
+            parameters = inspect.signature(forward).parameters.values()
+            tensors = sum("Tensor" in str(each.annotation) for each in parameters)
+            setup_context = setup_context or functools.partial(_save, tensors)
+            backward = one_by_one(_completed(backward, reference, tensors, len(parameters)))
             self.op.register_autograd(backward, setup_context=setup_context)
             function: Any = _function(name, forward, backward, setup_context)
             # Function.apply first looks for torch.func transforms, none of which are active where this is called.
@@ -91,6 +100,35 @@ class KernelOp:
     def __reduce__(self) -> tuple[Any, ...]:
         """Return a reference by name: copies and pickles of a module share its ops."""
         return _by_name, (self.name, self.launch.__module__)
+
+
+def _save(tensors: int, ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+    """Save the tensors among the inputs, which come first, and all results but the first."""
+    statistics = output[1:] if isinstance(output, tuple) else ()
+    ctx.settings = inputs[tensors:]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*statistics)
+    ctx.save_for_backward(*inputs[:tensors], *statistics)
+
+
+def _completed(
+    backward: Callable[..., Any], reference: Callable[..., Tensor] | None, tensors: int, count: int
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """Return the backward with what all have in common: None for other inputs, and double backward by a reference."""
+    taken = 0 if reference is None else len(inspect.signature(reference).parameters)
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        found: Any = ()
+        if reference is not None and torch.is_grad_enabled():
+            given = (*ctx.saved_tensors[:tensors], *ctx.settings)
+            found = eager_gradients(reference, given[:taken], grads[:1])
+        elif not all(grad is None for grad in grads):
+            found = backward(ctx, *grads)
+        found = found if isinstance(found, tuple) else (found,)
+        return (*found, *[None] * (count - len(found)))
+
+    return run
 
 
 def eager_gradients(

@@ -242,17 +242,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad, x, y, mean, spread, weight, bias, ctx.eps, ctx.relu, ctx.training,
         wants_x, wants_weight or wants_bias, masked,
     )  # fmt: skip
-    return (
-        dx if wants_x else None,
-        None,
-        None,
-        dweight if wants_weight else None,
-        dbias if wants_bias else None,
-        masked_grad.to(ctx.residual_dtype) if masked else dresidual,
-        None,
-        None,
-        None,
-    )
+    affine = dweight if wants_weight else None, dbias if wants_bias else None
+    return dx if wants_x else None, None, None, *affine, masked_grad.to(ctx.residual_dtype) if masked else dresidual
 
 
 def _differentiable(ctx: Any, grad: Tensor, wants_residual: bool) -> tuple[Tensor | None, ...]:

@@ -129,10 +129,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
         ctx.save_for_backward(logits, target, weight, stats, denominator)
 
 
-def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    rest = (None,) * 7
-    if grad is None:
-        return None, None, *rest
+def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     if ctx.made:
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -142,15 +139,15 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
         denominator, gradient = ctx.saved_tensors
         # The forward left the gradient undivided: now the loss scale has multiplied it.
         late = denominator if ctx.late and denominator.dim() == 0 else None
-        return scaled_gradient(gradient, grad, late, ctx.dtype), None, *rest
+        return (scaled_gradient(gradient, grad, late, ctx.dtype),)
     logits, target, weight, stats, denominator = ctx.saved_tensors
     if torch.is_grad_enabled():
-        return *eager_gradients(reference, (logits, target, weight, *ctx.settings[:-1]), (grad,)), None, None
+        return eager_gradients(reference, (logits, target, weight, *ctx.settings[:-1]), (grad,))
     soft = ctx.needs_input_grad[1]
     logits_gradient, target_gradient = _backward_op(
         grad, logits, target, weight, stats, denominator, *ctx.settings, soft
     )
-    return logits_gradient, target_gradient if soft else None, *rest
+    return logits_gradient, target_gradient if soft else None
 
 
 _backward_op = KernelOp("cross_entropy_backward", _backward, _backward_fake)

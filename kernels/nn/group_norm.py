@@ -15,7 +15,6 @@ read twice programs take no groups but channels side by side, unless groups are 
 
 from __future__ import annotations
 
-from functools import partial
 from math import gcd, prod
 from typing import Any, Final
 
@@ -23,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.kernel_op import KernelOp
 from fxprec.kernels.launch.operands import check_operands, packed
 from fxprec.kernels.launch.triton_support import can_launch, on_device
 from fxprec.kernels.nn import group_norm_slabs
@@ -172,24 +171,11 @@ def _fake_backward(dy: Any, x: Tensor, weight: Any, bias: Any, statistics: Any, 
     return [gradient for gradient in _empty_gradients(x, weight, bias, rest[-1]) if gradient is not None]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, ctx.num_groups, ctx.eps, ctx.silu = inputs
-    # The statistics are saved for the backward, and are no differentiable result.
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x, weight, bias, output[1])
-
-
-def _backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-    x, weight, bias, statistics = ctx.saved_tensors
+def _backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    num_groups, _, silu = ctx.settings
     wanted = [bool(want) for want in ctx.needs_input_grad[:3]]
-    if dy is None or not any(wanted):
-        return (None,) * 6
-    if torch.is_grad_enabled():
-        again = partial(reference, num_groups=ctx.num_groups, eps=ctx.eps, silu=ctx.silu)
-        return *eager_gradients(again, (x, weight, bias), (dy,)), None, None, None
-    found = iter(_group_norm_backward(dy, x, weight, bias, statistics, ctx.num_groups, ctx.silu, wanted))
-    return *(next(found) if want else None for want in wanted), None, None, None
+    found = iter(_group_norm_backward(dy, *ctx.saved_tensors, num_groups, silu, wanted) if any(wanted) else ())
+    return tuple(next(found) if want else None for want in wanted)
 
 
 def _eager_forward(
@@ -297,4 +283,4 @@ def _float(x: Tensor | None) -> Tensor | None:
 
 
 _group_norm_backward = KernelOp("group_norm_backward", _launch_backward, _fake_backward)
-_group_norm = KernelOp("group_norm", _launch, _fake, backward=_backward, setup_context=_save)
+_group_norm = KernelOp("group_norm", _launch, _fake, backward=_backward, reference=reference)

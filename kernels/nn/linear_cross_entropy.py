@@ -212,15 +212,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(hidden, weight, target, bias, *made)
 
 
-def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    rest = (None,) * 8
-    if grad is None:
-        return None, None, None, None, *rest
+def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     hidden, weight, target, bias, denominator, *made = ctx.saved_tensors
     ignore_index, reduction, label_smoothing, z_loss, chunk, *kept = ctx.settings
     if torch.is_grad_enabled():
-        inputs = (hidden, weight, target, bias, *ctx.settings[:4])
-        return *eager_gradients(reference, inputs, (grad,)), *rest[:4]
+        return eager_gradients(reference, (hidden, weight, target, bias, *ctx.settings[:4]), (grad,))
     wanted = tuple(ctx.needs_input_grad[i] for i in (0, 1, 3))
     # The forward made the gradients that are wanted: they need their factor alone.
     if all(k or not w for k, w in zip(kept, wanted, strict=True)):
@@ -237,7 +233,7 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
         )  # fmt: skip
         places = zip((hidden, weight, bias), again, wanted, strict=True)
         found = [g.to(x.dtype) if w else None for x, g, w in places]
-    return found[0], found[1], None, found[2], *rest
+    return found[0], found[1], None, found[2]
 
 
 _backward_op = KernelOp("linear_cross_entropy_backward", _backward, _backward_fake)

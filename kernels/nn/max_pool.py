@@ -270,15 +270,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(output[1])
 
 
-def _backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, None, None, None]:
-    if dy is None:
-        return None, None, None, None
+def _backward(ctx: Any, dy: Tensor, _: Any) -> Tensor:
     if not ctx.saved:
         raise RuntimeError("max_pool2d(saved=False) keeps nothing for a backward: leave saved out where one follows.")
     (where,), (height, width) = ctx.saved_tensors, ctx.sizes
     if torch.is_grad_enabled():  # which element is chosen has no derivative: x itself is not needed
-        return backward_reference(dy, where, height, width, ctx.window).to(dy.dtype), None, None, None
-    return _POOL_BACKWARD(dy, where, height, width, ctx.window, ctx.compiled), None, None, None
+        return backward_reference(dy, where, height, width, ctx.window).to(dy.dtype)
+    return _POOL_BACKWARD(dy, where, height, width, ctx.window, ctx.compiled)
 
 
 _POOL_BACKWARD = KernelOp("max_pool2d_backward", _backward_launch, _fake_backward)

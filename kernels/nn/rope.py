@@ -391,9 +391,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    rest = (*ctx.saved_tensors, ctx.rotary, ctx.interleaved, not ctx.inverse, ctx.compiled)
-    return None if dy is None else _ROPE(dy, *rest), None, None, None, None, None, None
+def _backward(ctx: Any, dy: Tensor) -> Tensor:
+    return _ROPE(dy, *ctx.saved_tensors, ctx.rotary, ctx.interleaved, not ctx.inverse, ctx.compiled)
 
 
 def _qk_backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -403,7 +402,7 @@ def _qk_backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor
         dq, dk = _ROPE_QK(dq, dk, *rest)
     else:
         dq, dk = (None if d is None else _ROPE(d, *rest) for d in (dq, dk))
-    return dq, dk, None, None, None, None, None, None
+    return dq, dk
 
 
 _ROPE = KernelOp("rope", _forward, _fake, backward=_backward, setup_context=_setup)
