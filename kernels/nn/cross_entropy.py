@@ -19,7 +19,7 @@ from torch import Tensor
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 from fxprec.kernels.launch.operands import check_operands
 from fxprec.kernels.nn.cross_entropy_kernels import launch
-from fxprec.kernels.nn.cross_entropy_reference import count_targets, reference
+from fxprec.kernels.nn.cross_entropy_reference import LossPass, count_targets, reference
 from fxprec.kernels.nn.scaled_gradient import scaled_gradient, wants_gradients_now
 
 
@@ -44,13 +44,13 @@ def _forward(
     if gradient and mean and not soft:
         denominator = count_targets(target, weight, ignore_index)
     late = _normalized_late(logits)
-    launch(
-        logits, target, weight, ignore_index, label_smoothing, z_loss, stats, losses=losses,
+    rows_pass = LossPass(
+        logits, target, weight, ignore_index, label_smoothing, z_loss, stats, losses,
         shares=rows[0] if mean and not soft and not gradient else None,
         denominator=denominator if gradient and mean and not soft and not late else None,
         scale=1.0 / max(len(logits), 1) if mean and soft else 1.0, gradient=result if gradient else None,
-        compiled=compiled,
     )  # fmt: skip
+    launch(rows_pass, compiled)
     if mean and soft:
         loss = losses.sum() / len(logits)
     elif mean and gradient:
@@ -105,12 +105,13 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     gradients = _backward_fake(grad_output, logits, target, target_gradient)
     mean, soft = reduction == "mean", target.is_floating_point()
-    launch(
+    rows = LossPass(
         logits, target, weight, ignore_index, label_smoothing, z_loss, stats, grad_output=grad_output,
         denominator=denominator if mean and not soft else None,
         scale=1.0 / max(len(logits), 1) if mean and soft else 1.0, gradient=gradients[0],
-        target_gradient=gradients[1] if target_gradient else None, compiled=compiled,
+        target_gradient=gradients[1] if target_gradient else None,
     )  # fmt: skip
+    launch(rows, compiled)
     return gradients
 
 

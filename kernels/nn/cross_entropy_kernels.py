@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fxprec.kernels.cpu.cpp import compiled, pointer
 from fxprec.kernels.launch.triton_support import can_launch, constexpr, int64, jit, on_device, tl
-from fxprec.kernels.nn.cross_entropy_reference import check_bounds, factors, launch_in_torch
+from fxprec.kernels.nn.cross_entropy_reference import LossPass, launch_in_torch
 
 _BLOCK: Final = 4096
 # Elements of the rows that share a program.
@@ -327,63 +327,44 @@ def starts_alike(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and (a.data_ptr() - b.data_ptr()) % 16 == apart % 16 == 0
 
 
-def launch(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    stats: Tensor,
-    *,
-    losses: Tensor | None = None,
-    shares: Tensor | None = None,
-    grad_output: Tensor | None = None,
-    denominator: Tensor | None = None,
-    scale: float = 1.0,
-    gradient: Tensor | None = None,
-    target_gradient: Tensor | None = None,
-    compiled: bool = False,
-) -> None:
-    """Run the kernel on the current stream: forward if ``losses`` is given, backward if ``gradient`` is.
+def launch(rows: LossPass, compiled: bool = False) -> None:
+    """Run a pass on the current stream: by the kernel, without Triton in plain torch, or ``compiled``, a C++ loop.
 
-    Shapes and dtypes are the kernel's; the caller has checked them. Without Triton plain torch runs, or with
-    ``compiled`` a C++ loop.
+    Shapes and dtypes are the kernel's; the caller has checked them.
     """
-    count, columns = logits.shape
     if compiled:
-        return launch_compiled(
-            logits, target, ignore_index, label_smoothing, z_loss, stats, losses, shares, grad_output, denominator,
-            scale, gradient,
-        )  # fmt: skip
-    if not can_launch(logits.device):
-        return launch_in_torch(
-            logits, target, weight, ignore_index, label_smoothing, z_loss, stats, losses, shares, grad_output,
-            denominator, scale, gradient, target_gradient,
-        )  # fmt: skip
-    if count == 0:
-        return None
-    soft, smoothed = target.is_floating_point(), label_smoothing > 0
-    if losses is not None and gradient is not None and (soft or (smoothed and weight is not None)):
-        # Both at once take more registers than there are.
-        settings = (logits, target, weight, ignore_index, label_smoothing, z_loss, stats)
-        launch(*settings, losses=losses)
-        return launch(
-            *settings, grad_output=grad_output, denominator=denominator, scale=scale, gradient=gradient
-        )  # fmt: skip
-    edges, whole, rows, block, warps = row_tiling(logits, soft or smoothed, losses is not None and gradient is not None)
+        _launch_compiled(rows)
+    elif not can_launch(rows.logits.device):
+        launch_in_torch(rows)
+    elif len(rows.logits):
+        soft, smoothed = rows.target.is_floating_point(), rows.label_smoothing > 0
+        both = rows.losses is not None and rows.gradient is not None
+        if both and (soft or (smoothed and rows.weight is not None)):
+            # Both at once take more registers than there are.
+            _launch_kernel(rows._replace(gradient=None), soft, smoothed)
+            rows = rows._replace(losses=None)
+        _launch_kernel(rows, soft, smoothed)
+
+
+def _launch_kernel(rows: LossPass, soft: bool, smoothed: bool) -> None:
+    (
+        logits, target, weight, ignore_index, smoothing, z_loss, stats, losses, shares, grad_output, denominator, scale,
+        gradient, target_gradient,
+    ) = rows  # fmt: skip
+    count, columns = logits.shape
+    forward, backward = losses is not None, gradient is not None
+    edges, whole, height, block, warps = row_tiling(logits, soft or smoothed, forward and backward)
     with on_device(logits.device):
-        cross_entropy_kernel[(-(-count // rows),)](
+        cross_entropy_kernel[(-(-count // height),)](
             logits, logits.stride(0), target, target.stride(0), weight, count, columns, ignore_index,
-            1.0 - label_smoothing, label_smoothing / columns, z_loss, losses, shares, stats, grad_output,
+            1.0 - smoothing, smoothing / columns, z_loss, losses, shares, stats, grad_output,
             grad_output.stride(0) if grad_output is not None and grad_output.dim() else 0, denominator, scale,
             gradient, 0 if gradient is None else gradient.stride(0),
             target_gradient, 0 if target_gradient is None else target_gradient.stride(0),
-            SOFT=soft, SMOOTHED=smoothed, FORWARD=losses is not None, BACKWARD=gradient is not None, EDGES=edges,
+            SOFT=soft, SMOOTHED=smoothed, FORWARD=forward, BACKWARD=backward, EDGES=edges,
             ALIGNED=gradient is not None and starts_alike(logits, gradient), WHOLE=whole,
-            VECTOR=16 // logits.element_size(), ROWS=rows, BLOCK=block, num_warps=warps,
+            VECTOR=16 // logits.element_size(), ROWS=height, BLOCK=block, num_warps=warps,
         )  # fmt: skip
-    return None
 
 
 class _Logits(ctypes.Structure):
@@ -396,32 +377,29 @@ class _Logits(ctypes.Structure):
     )
 
 
-def launch_compiled(
-    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, stats: Tensor,
-    losses: Tensor | None, shares: Tensor | None, grad_output: Tensor | None, denominator: Tensor | None, scale: float,
-    gradient: Tensor | None,
-) -> None:  # fmt: skip
-    """Run ``cross_entropy_kernels.launch`` for labels without class weights, with torch's number of threads.
+def _launch_compiled(rows: LossPass) -> None:
+    """Run a pass for labels without class weights, with torch's number of threads.
 
     Raises:
         IndexError: a label outside of [0, C), as torch on a CPU.
         CompilerError: nothing can be compiled here.
     """
-    rows, columns = logits.shape
+    logits, gradient = rows.logits, rows.gradient
     # The loop reads at labels without a check.
-    check_bounds(target, columns, ignore_index)
-    labels = target.contiguous()
+    rows.check_bounds()
+    labels = rows.target.contiguous()
     of = _Logits(
-        logits.data_ptr(), labels.data_ptr(), rows, columns, logits.stride(0), ignore_index, label_smoothing, z_loss
-    )
+        logits.data_ptr(), labels.data_ptr(), *logits.shape, logits.stride(0), rows.ignore_index, rows.label_smoothing,
+        rows.z_loss,
+    )  # fmt: skip
     library, threads, low = compiled("cpu/cross_entropy.cpp"), torch.get_num_threads(), logits.dtype is torch.bfloat16
-    if losses is not None:
+    if rows.losses is not None:
         library.fxprec_cross_entropy_forward(
-            ctypes.byref(of), low, pointer(stats), pointer(losses), pointer(shares), threads
+            ctypes.byref(of), low, pointer(rows.stats), pointer(rows.losses), pointer(rows.shares), threads
         )
     if gradient is not None:
-        factor = factors(stats, scale, grad_output, denominator)
+        factor = rows.factors()
         library.fxprec_cross_entropy_backward(
-            ctypes.byref(of), low, pointer(stats), pointer(factor), pointer(gradient),
+            ctypes.byref(of), low, pointer(rows.stats), pointer(factor), pointer(gradient),
             ctypes.c_int64(gradient.stride(0)), threads,
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,73 +53,101 @@ def count_targets(target: Tensor, weight: Tensor | None, ignore_index: int) -> T
     return torch.where(kept, weight.float()[torch.where(kept, target, 0).long()], 0.0).sum()
 
 
+class LossPass(NamedTuple):
+    """Pass over rows of logits: what it reads, and what it writes of their losses and gradients.
+
+    Attributes:
+        logits: [N, C], rows at any distance.
+        target: labels, int64 [N], or probabilities [N, C].
+        weight: of each class, [C].
+        stats: FP32 [3, N], of each row: its largest logit, log sum exp(x - largest), sum of the target's weights.
+            Written where losses are, else read.
+        losses: FP32 [N], written; None: the pass writes gradients alone.
+        shares: FP32 [N], written: what each row adds to a mean's denominator.
+        grad_output: FP32 [N] or 0-dim. A row's gradient is times ``scale * grad_output / denominator``.
+        denominator: FP32, 0-dim.
+        gradient: of the logits, written, [N, C]; may lie where they do.
+        target_gradient: of the probabilities, written.
+    """
+
+    logits: Tensor
+    target: Tensor
+    weight: Tensor | None
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    stats: Tensor
+    losses: Tensor | None = None
+    shares: Tensor | None = None
+    grad_output: Tensor | None = None
+    denominator: Tensor | None = None
+    scale: float = 1.0
+    gradient: Tensor | None = None
+    target_gradient: Tensor | None = None
+
+    def factors(self) -> Tensor:
+        """Return the factor of each row's gradient: FP32 [N]."""
+        factor = self.stats.new_full(self.stats.shape[1:], self.scale)
+        if self.grad_output is not None:
+            factor *= self.grad_output
+        if self.denominator is not None:
+            factor /= self.denominator
+        return factor
+
+    def check_bounds(self) -> None:
+        """Raise IndexError for a label outside of [0, C), as torch does on a CPU."""
+        outside = (self.target != self.ignore_index) & ((self.target < 0) | (self.target >= self.logits.shape[1]))
+        if outside.any():
+            raise IndexError(f"Target {int(self.target[outside][0])} is out of bounds.")
+
+    def slices(self) -> Iterator[slice]:
+        """Cut the rows into runs whose logits fit into a cache in FP32."""
+        count, columns = self.logits.shape
+        rows = max(1, _AT_ONCE // max(columns, 1))
+        return (slice(start, start + rows) for start in range(0, count, rows))
+
+    def on(self, rows: slice) -> LossPass:
+        """Return the pass over some of the rows, but for their factors."""
+        written = self.losses, self.shares, self.gradient, self.target_gradient
+        losses, shares, gradient, target_gradient = (None if each is None else each[rows] for each in written)
+        return self._replace(
+            logits=self.logits[rows], target=self.target[rows], stats=self.stats[:, rows], losses=losses,
+            shares=shares, gradient=gradient, target_gradient=target_gradient,
+        )  # fmt: skip
+
+
 @torch.no_grad()
-def launch_in_torch(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
-    stats: Tensor, losses: Tensor | None, shares: Tensor | None, grad_output: Tensor | None,
-    denominator: Tensor | None, scale: float, gradient: Tensor | None, target_gradient: Tensor | None,
-) -> None:  # fmt: skip
+def launch_in_torch(whole: LossPass) -> None:
     """Run ``cross_entropy_kernels.launch`` in plain torch, on as many rows at a time as fit into a cache.
 
     Raises:
         IndexError: a target outside of [0, C), as torch on a CPU.
     """
-    columns = logits.shape[1]
-    soft = target.is_floating_point()
+    soft = whole.target.is_floating_point()
     if not soft:
-        check_bounds(target, columns, ignore_index)
-    factor = factors(stats, scale, grad_output, denominator)
+        whole.check_bounds()
+    factor = whole.factors()
     # Most losses are plain ones, for which torch's softmax kernels need fewest passes.
-    if weight is None and label_smoothing == z_loss == 0 and not soft:
-        return _run_plain(logits, target, ignore_index, stats, losses, shares, factor, gradient)
-    for at in _slices(logits):
-        loss_rows, share_rows, gradient_rows, target_rows = (
-            None if each is None else each[at] for each in (losses, shares, gradient, target_gradient)
-        )
-        _run_rows(
-            logits[at], target[at], weight, ignore_index, label_smoothing, z_loss, stats[:, at], loss_rows, share_rows,
-            factor[at], gradient_rows, target_rows,
-        )  # fmt: skip
-    return None
+    if whole.weight is None and whole.label_smoothing == whole.z_loss == 0 and not soft:
+        _run_plain(whole, factor)
+    else:
+        for rows in whole.slices():
+            _run_rows(whole.on(rows), factor[rows])
 
 
-def check_bounds(target: Tensor, columns: int, ignore_index: int) -> None:
-    """Raise IndexError for a label outside of [0, C), as torch does on a CPU."""
-    outside = (target != ignore_index) & ((target < 0) | (target >= columns))
-    if outside.any():
-        raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
-
-
-def factors(stats: Tensor, scale: float, grad_output: Tensor | None, denominator: Tensor | None) -> Tensor:
-    """Return the factor of each row's gradient: FP32 [rows], on the device of the rows' statistics, [3, rows]."""
-    factor = stats.new_full(stats.shape[1:], scale)
-    if grad_output is not None:
-        factor *= grad_output
-    if denominator is not None:
-        factor /= denominator
-    return factor
-
-
-def _slices(logits: Tensor) -> Iterator[slice]:
-    count, columns = logits.shape
-    rows = max(1, _AT_ONCE // max(columns, 1))
-    return (slice(start, start + rows) for start in range(0, count, rows))
-
-
-def _run_plain(
-    logits: Tensor, target: Tensor, ignore_index: int, stats: Tensor, losses: Tensor | None, shares: Tensor | None,
-    factor: Tensor, gradient: Tensor | None,
-) -> None:  # fmt: skip
+def _run_plain(whole: LossPass, factor: Tensor) -> None:
     """Compute the usual case, labels alone, by torch's softmax kernels: a third of the passes of ``_run_rows``."""
-    live = target != ignore_index
+    logits, target, stats = whole.logits, whole.target, whole.stats
+    losses, gradient = whole.losses, whole.gradient
+    live = target != whole.ignore_index
     label = torch.where(live, target, 0).long()[:, None]
     share = live.float()
-    if shares is not None:
-        shares.copy_(share)
+    if whole.shares is not None:
+        whole.shares.copy_(share)
     less = -share[:, None]
     # One for all slices: fresh memory costs more than what is computed in it.
     buffers: Tensor | None = None
-    for at in _slices(logits):
+    for at in whole.slices():
         some = logits[at]
         if buffers is None:
             buffers = torch.empty((2, *some.shape), dtype=torch.float32, device=logits.device)
@@ -143,14 +171,11 @@ def _run_plain(
                 each[~live] = 0.0
 
 
-def _run_rows(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
-    stats: Tensor, losses: Tensor | None, shares: Tensor | None, factor: Tensor, gradient: Tensor | None,
-    target_gradient: Tensor | None,
-) -> None:  # fmt: skip
+def _run_rows(some: LossPass, factor: Tensor) -> None:
     """Compute any case on some rows, by the kernel's formulas. ``factor``: of each row's gradient."""
+    _, target, weight, ignore_index, label_smoothing, z_loss, stats, losses, *_ = some
     # Overwritten on the way.
-    x = logits.to(torch.float32, copy=True)
+    x = some.logits.to(torch.float32, copy=True)
     columns = x.shape[1]
     soft = target.is_floating_point()
     weights = x.new_ones(()) if weight is None else weight.float()
@@ -167,8 +192,8 @@ def _run_rows(
         hit = share * keep
         if label_smoothing > 0:
             given = (spread * weights).expand_as(x) * live[:, None]
-        if shares is not None:
-            shares.copy_(share)
+        if some.shares is not None:
+            some.shares.copy_(share)
     if losses is not None:
         # Of a row of -inf alone, -inf - -inf would be NaN.
         largest = x.amax(1)
@@ -179,7 +204,7 @@ def _run_rows(
     largest, log_sum, mass = stats
     lse = largest + log_sum
     # log softmax in place, by two subtractions: largest + log_sum would round away digits far from zero.
-    place = x.sub_(largest[:, None]).sub_(log_sum[:, None]) if gradient is not None or given is not None else None
+    place = x.sub_(largest[:, None]).sub_(log_sum[:, None]) if some.gradient is not None or given is not None else None
     if losses is not None:
         loss = z_loss * lse * lse
         if label is not None and hit is not None:
@@ -189,10 +214,10 @@ def _run_rows(
         if given is not None and place is not None:
             loss = loss - (given * place).sum(1)
         losses.copy_(loss if live is None else torch.where(live, loss, 0.0))
-    if gradient is None or place is None:
+    if some.gradient is None or place is None:
         return
-    if target_gradient is not None:
-        target_gradient.copy_(-keep * weights * place * factor[:, None])
+    if some.target_gradient is not None:
+        some.target_gradient.copy_(-keep * weights * place * factor[:, None])
     value = place.exp_().mul_((mass + 2.0 * z_loss * lse)[:, None])
     if given is not None:
         value -= given
@@ -201,4 +226,4 @@ def _run_rows(
         value = torch.where(live[:, None], value.mul_(factor[:, None]), 0.0)
     else:
         value *= factor[:, None]
-    gradient.copy_(value)
+    some.gradient.copy_(value)

@@ -27,6 +27,7 @@ from fxprec.kernels.nn import cross_entropy_reference
 from fxprec.kernels.nn.aligned_linear import padded, pitch_of
 from fxprec.kernels.nn.cross_entropy import check_linear_arguments
 from fxprec.kernels.nn.cross_entropy_kernels import launch
+from fxprec.kernels.nn.cross_entropy_reference import LossPass
 from fxprec.kernels.nn.scaled_gradient import scaled_gradient, wants_gradients_now
 
 _SMALLEST: Final = 128
@@ -86,11 +87,12 @@ def _run_chunks(
             torch.mm(x, weight.t(), out=whole)
         else:
             torch.addmm(bias, x, weight.t(), out=whole)
-        launch(
+        chunk_pass = LossPass(
             logits, target[rows], None, ignore_index, label_smoothing, z_loss, stats[: 3 * len(x)].view(3, len(x)),
-            losses=losses[rows], grad_output=None if grad_output is None else grad_output[rows],
+            losses[rows], grad_output=None if grad_output is None else grad_output[rows],
             gradient=None if gradients == (None, None, None) else logits,
         )  # fmt: skip
+        launch(chunk_pass)
         # They are NaN in rows of hidden that are not finite.
         whole[:, classes:] = 0
         if of_hidden is not None:

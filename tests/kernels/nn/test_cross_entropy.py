@@ -369,7 +369,7 @@ def test_the_gradient_may_lie_where_the_logits_do(device: str) -> None:
         losses, stats = logits.new_empty(3, dtype=torch.float32), logits.new_empty((3, 3), dtype=torch.float32)
         apart, place = torch.empty_like(logits), logits.clone()
         for x, gradient in ((logits, apart), (place, place)):
-            kernels.launch(x, target, None, -100, 0.1, 0.0, stats, losses=losses, gradient=gradient)
+            kernels.launch(kernels.LossPass(x, target, None, -100, 0.1, 0.0, stats, losses, gradient=gradient))
         assert torch.equal(place, apart) and apart.any()
 
 
