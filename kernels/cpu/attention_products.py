@@ -219,19 +219,24 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool, sc
 
 
 def _backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, probabilities: Tensor, causal: bool,
-    scale: float,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, probabilities: Tensor | None,
+    causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of query, key and value, from P that was kept."""
+    """Return the gradients of query, key and value, from P as the forward kept it, or computed once more for None."""
     wide, plan = torch.promote_types(query.dtype, torch.float32), _Plan.of(query, key, causal)
-    softmax, pieces = _Softmax(plan, None, causal, scale, wide), iter(probabilities.split(plan.sizes))
-    gradients = gradients_like(grad, query, key, value)
+    softmax, gradients = _Softmax(plan, mask, causal, scale, wide), gradients_like(grad, query, key, value)
+    kept = None if probabilities is None else iter(probabilities.split(plan.sizes))
     for chunk in plan.chunks:
-        kept = [next(pieces) for _ in plan.blocks]
         part = _Backward(plan, chunk, grad, query, key, value, softmax)
-        for block, piece in reversed([*zip(plan.blocks, kept, strict=True)]):
-            p = piece.view(len(part.keys), -1, block.keys)
-            part.add(block, p, softmax.widened(p), gradients[0])
+        pieces = [None if kept is None else next(kept).view(len(part.keys), -1, block.keys) for block in plan.blocks]
+        rows, keys = (part.rows.to(wide), part.keys.to(wide)) if kept is None else (part.rows, part.keys)
+        for block, low in reversed([*zip(plan.blocks, pieces, strict=True)]):
+            if low is None:
+                p = softmax.probabilities(_rows(rows, block), keys[:, : block.keys], chunk, block)
+                low = p.to(query.dtype)
+            else:
+                p = softmax.widened(low)
+            part.add(block, low, p, gradients[0])
         part.put(gradients[1:])
     return gradients
 
@@ -239,17 +244,7 @@ def _backward(
 def _backward_again(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, with P computed once more."""
-    wide, plan = torch.promote_types(query.dtype, torch.float32), _Plan.of(query, key, causal)
-    softmax, gradients = _Softmax(plan, mask, causal, scale, wide), gradients_like(grad, query, key, value)
-    for chunk in plan.chunks:
-        part = _Backward(plan, chunk, grad, query, key, value, softmax)
-        rows, keys = part.rows.to(wide), part.keys.to(wide)
-        for block in reversed(plan.blocks):
-            p = softmax.probabilities(_rows(rows, block), keys[:, : block.keys], chunk, block)
-            part.add(block, p.to(query.dtype), p, gradients[0])
-        part.put(gradients[1:])
-    return gradients
+    return _backward(grad, query, key, value, mask, None, causal, scale)
 
 
 class _Backward:
