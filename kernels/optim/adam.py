@@ -25,7 +25,7 @@ from typing import Final
 from torch import Tensor
 
 from fxprec.kernels.launch.rounding import random_words, round_block
-from fxprec.kernels.launch.triton_support import constexpr, int64, jit, on_device, tl
+from fxprec.kernels.launch.triton_support import constexpr, int64, jit, tl
 from fxprec.kernels.optim.tables import (
     CHUNKS,
     INDEX,
@@ -252,25 +252,20 @@ def launch(
     Raises:
         ValueError: a scalar is not one float32 on the plan's device.
     """
-    plan, tables = gradients.plan, gradients.tables
     pointer, rate = gradients.scalars(lr, grad_scale, found_inf)
-    # No parameter has a gradient: then there is no dtype to compile for.
-    if gradients.dtype is None:
-        return
     beta1, beta2 = settings.betas
     # Triton passes scalars as FP32, which would round lr and log(beta).
-    pairs = [split(value) for value in (rate, settings.weight_decay, _log(beta1), _log(beta2))]
+    pairs = {"lr": rate, "decay": settings.weight_decay, "log1": _log(beta1), "log2": _log(beta2)}
+    halves = [(name, split(value)) for name, value in pairs.items()]
     lerp_weight, from_gradient = _lerp_weight(beta1)
-    with on_device(plan.device):
-        adam_kernel[(len(tables.chunks),)](
-            tables.chunks, tables.entries, gradients.row, tables.arrivals, pointer, grad_scale, found_inf,
-            lr_high=pairs[0][0], lr_low=pairs[0][1], decay_high=pairs[1][0], decay_low=pairs[1][1],
-            log1_high=pairs[2][0], log1_low=pairs[2][1], log2_high=pairs[3][0], log2_low=pairs[3][1],
-            lerp_weight=lerp_weight, beta2=float(beta2), one_minus_beta2=1.0 - beta2, eps=float(settings.eps),
-            seed=settings.rounding_seed or 0, DECAY=settings.weight_decay != 0, DECOUPLED=settings.decoupled,
-            AMSGRAD=settings.amsgrad, MAXIMIZE=settings.maximize, STOCHASTIC=settings.rounding_seed is not None,
-            FROM_GRADIENT=from_gradient, **gradients.update_constants(_BLOCK),
-        )  # fmt: skip
+    gradients.update(
+        adam_kernel, _BLOCK, arrivals=gradients.tables.arrivals, lr=pointer, grad_scale=grad_scale, found_inf=found_inf,
+        **{f"{name}_high": high for name, (high, _) in halves}, **{f"{name}_low": low for name, (_, low) in halves},
+        lerp_weight=lerp_weight, beta2=float(beta2), one_minus_beta2=1.0 - beta2, eps=float(settings.eps),
+        seed=settings.rounding_seed or 0, DECAY=settings.weight_decay != 0, DECOUPLED=settings.decoupled,
+        AMSGRAD=settings.amsgrad, MAXIMIZE=settings.maximize, STOCHASTIC=settings.rounding_seed is not None,
+        FROM_GRADIENT=from_gradient,
+    )  # fmt: skip
 
 
 def split(value: float) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from typing import Final
 
 from torch import Tensor
 
-from fxprec.kernels.launch.triton_support import constexpr, jit, on_device, tl
+from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 from fxprec.kernels.optim.tables import PARAM, SHADOW, STATE, Gradients, chunk_place, elements_at, written_aligned
 
 _BLOCK: Final = 512
@@ -191,15 +191,10 @@ def launch(
     Raises:
         ValueError: a scalar is not one float32 on the plan's device.
     """
-    plan, tables = gradients.plan, gradients.tables
     pointer, rate = gradients.scalars(lr, grad_scale, found_inf)
-    # No parameter has a gradient: then there is no dtype to compile for.
-    if gradients.dtype is None:
-        return
-    with on_device(plan.device):
-        sgd_kernel[(len(tables.chunks),)](
-            tables.chunks, tables.entries, gradients.row, pointer, grad_scale, found_inf,
-            lr_value=rate, momentum=float(settings.momentum), one_minus_dampening=1.0 - settings.dampening,
-            weight_decay=float(settings.weight_decay), DECAY=settings.weight_decay != 0, NESTEROV=settings.nesterov,
-            MAXIMIZE=settings.maximize, FIRST=first, **gradients.update_constants(_BLOCK),
-        )  # fmt: skip
+    gradients.update(
+        sgd_kernel, _BLOCK, lr=pointer, grad_scale=grad_scale, found_inf=found_inf, lr_value=rate,
+        momentum=float(settings.momentum), one_minus_dampening=1.0 - settings.dampening,
+        weight_decay=float(settings.weight_decay), DECAY=settings.weight_decay != 0, NESTEROV=settings.nesterov,
+        MAXIMIZE=settings.maximize, FIRST=first,
+    )  # fmt: skip

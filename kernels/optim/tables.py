@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fxprec.kernels.launch.operands import FLOATS, is_dense_tensor
-from fxprec.kernels.launch.triton_support import constant, constexpr, jit, tl, triton_dtype
+from fxprec.kernels.launch.triton_support import constant, constexpr, jit, on_device, tl, triton_dtype
 from fxprec.kernels.torch_internals import is_traceable_wrapper_subclass
 
 #: Elements of the smallest chunk: every chunk is a multiple of it, and it is a multiple of every kernel's block.
@@ -75,20 +75,23 @@ class Gradients:
             check_scalar(name, scalar, self.plan.device)
         return device_rate(lr, self.plan.device)
 
-    def update_constants(self, block: int) -> dict[str, Any]:
-        """Return the constants and options of an update's launch; only FMAs that the kernel writes are FMAs."""
-        plan = self.plan
-        dtypes = {
-            "GRADIENT": self.dtype,
-            "PARAM": plan.param_dtype,
-            "STATE": plan.state_dtype,
-            "SHADOW": plan.shadow_dtype,
-        }
-        return {
-            **{f"{name}_DTYPE": triton_dtype(dtype) for name, dtype in dtypes.items()},
-            "ALIGNED": self.aligned, "CHUNK": plan.chunk, "BLOCK": block,
-            "num_warps": UPDATE_WARPS, "enable_fp_fusion": False,
-        }  # fmt: skip
+    def update(self, kernel: Any, block: int, **given: Any) -> None:
+        """Launch the kernel of an update, on the current stream, without host sync.
+
+        Only those products and sums are FMAs that the kernel writes so.
+        """
+        # No parameter has a gradient: then there is no dtype to compile for.
+        if self.dtype is None:
+            return
+        plan, tables = self.plan, self.tables
+        dtypes = {"GRADIENT": self.dtype, "PARAM": plan.param_dtype, "STATE": plan.state_dtype}
+        dtypes["SHADOW"] = plan.shadow_dtype
+        with on_device(plan.device):
+            kernel[(len(tables.chunks),)](
+                tables.chunks, tables.entries, self.row, **given,
+                **{f"{name}_DTYPE": triton_dtype(dtype) for name, dtype in dtypes.items()},
+                ALIGNED=self.aligned, CHUNK=plan.chunk, BLOCK=block, num_warps=UPDATE_WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
 
 
 class MultiTensorPlan:
@@ -184,13 +187,18 @@ class MultiTensorPlan:
         return Gradients(self, tensors, dtype, tables, self._row(addresses, tables), aligned)
 
     def _fitting(self, position: int, gradient: Tensor) -> Tensor:
+        """Return the gradient if it has its parameter's memory layout, else a copy that has (one more pass over it)."""
         param = self.params[position]
         if param.shape != self._places[position][0]:
             raise ValueError(
                 f"params[{position}] had shape {tuple(self._places[position][0])} when the plan was made, and has "
                 f"{tuple(param.shape)} now: make a new plan."
             )
-        return dense_like(position, gradient, param)
+        if gradient.device == param.device and gradient.shape == param.shape and gradient.layout == torch.strided:
+            if not _same_layout(gradient, param):
+                gradient = torch.empty_like(param, dtype=gradient.dtype, requires_grad=False).copy_(gradient.detach())
+        check_operand("gradients", position, gradient, param)
+        return gradient
 
     def _row(self, addresses: list[int], tables: Tables) -> Tensor:
         known = None if self._last_row is None or self._last_row[0] != addresses else self._last_row[1]
@@ -310,15 +318,6 @@ def check_operand(name: str, position: int, tensor: Tensor, param: Tensor | None
             f"{where} has strides {tensor.stride()}, its parameter {param.stride()}: make it with torch.empty_like of "
             "the parameter, so that both lie in memory in the same order."
         )
-
-
-def dense_like(position: int, gradient: Tensor, param: Tensor) -> Tensor:
-    """Return the gradient if it has its parameter's memory layout, else a copy that has (one more pass over it)."""
-    if gradient.device == param.device and gradient.shape == param.shape and gradient.layout == torch.strided:
-        if not _same_layout(gradient, param):
-            gradient = torch.empty_like(param, dtype=gradient.dtype, requires_grad=False).copy_(gradient.detach())
-    check_operand("gradients", position, gradient, param)
-    return gradient
 
 
 def only_dtype(name: str, tensors: Sequence[Tensor | None]) -> torch.dtype | None:
