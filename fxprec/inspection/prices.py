@@ -30,7 +30,6 @@ from fxprec.passes.graph.subgraphs import attribute_of
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.table import facts_of
 from fxprec.settings import Settings
-from fxprec.tape.memory import Size
 
 #: Sizes, or what the op costs, are not known.
 UNKNOWN: Final = -1.0
@@ -157,7 +156,7 @@ def sized(nodes: Mapping[tuple[int, str], Node], sizes: Mapping[tuple[int, str],
     for key, node in nodes.items():
         weight = node.all_input_nodes[0] if is_shadow(node) else node
         if weight.op == "get_attr":
-            node.meta["val"] = nested(attribute_of(weight), lambda leaf: _without_memory(Size.of(leaf)))
+            node.meta["val"] = nested(attribute_of(weight), _without_memory)
         elif key in sizes:
             node.meta["val"] = nested(sizes[key], _without_memory)
         notes(node).numel = numel_of(node.meta.get("val"))
@@ -169,8 +168,11 @@ def sized(nodes: Mapping[tuple[int, str], Node], sizes: Mapping[tuple[int, str],
             node.meta.update(meta)
 
 
-def _without_memory(size: Size | None) -> Tensor | None:
-    return None if size is None else torch.empty(size.shape, device="meta", requires_grad=size.requires_grad)
+def _without_memory(like: Any) -> Tensor | None:
+    """Return a tensor of the shape of a tensor or of its ``tape.memory.Size``; None of anything else."""
+    # Asked by attribute: the tape's file loads Triton, which an import of fxprec must not.
+    has_gradient = getattr(like, "requires_grad", None)
+    return None if has_gradient is None else torch.empty(like.shape, device="meta", requires_grad=has_gradient)
 
 
 def _casts(node: Node, current: torch.dtype, other: torch.dtype) -> tuple[list[Node], list[Node]]:
