@@ -19,6 +19,7 @@ from typing import Final
 
 from torch.fx import GraphModule
 
+from fxprec.errors import FxprecError, InvariantError
 from fxprec.passes.canonical.autocast_regions import resolve_autocast_regions
 from fxprec.passes.canonical.losses import take_logits
 from fxprec.passes.canonical.rotary import recognize_rotary
@@ -78,14 +79,22 @@ def run_passes(gm: GraphModule, context: Context, passes: Sequence[Pass] = PIPEL
     ``graph_notes(gm).declined`` collects 'pass: node: reason' for every rewrite that a pass saw and did not make.
 
     Raises:
-        InvariantError: a pass broke an invariant; names pass, node, got and expected.
+        InvariantError: a pass broke an invariant, which names pass, node, got and expected; or failed otherwise.
     """
     verify_each = os.environ.get("FXPREC_VERIFY_EACH", "") not in ("", "0")
     done: list[str] = []
     declined: list[str] = []
     for step in passes:
         started = time.perf_counter()
-        gm, changed, refused = step(gm, context)
+        try:
+            gm, changed, refused = step(gm, context)
+        except (FxprecError, Warning):  # a fault that is told already, or a warning that the user made an error
+            raise
+        except Exception as error:
+            raise InvariantError(
+                f"the pass {step.__name__} failed: {type(error).__name__}: {error}. This is a bug in fxprec, not in the "
+                "model: please report it. Until then exclude what it met by a policy, or take the model as it is"
+            ) from error
         if changed and verify_each:
             for graph in every_graph(gm):
                 graph.graph.lint()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import random
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import fxprec
 from fxprec.model.warm_up import values_kept
+from fxprec.passes.runner import run_passes
 
 LOW = torch.bfloat16
 
@@ -322,3 +324,17 @@ def test_shapes_that_depend_on_values(tools):
     x = torch.randn(6, 8)
     assert model(x).shape == (int((x[:, 0] > 0).sum()), 8)
     assert tools.matmul_dtypes(model, x) == {LOW: 1}
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_an_error_of_a_pass_is_not_told_as_one_of_the_model(capture: str, monkeypatch: pytest.MonkeyPatch):
+    def fuse(gm, context):
+        raise KeyError("linear")
+
+    monkeypatch.setattr("fxprec.programs.packed_weights.run_passes", functools.partial(run_passes, passes=[fuse]))
+    model = nn.Linear(4, 4)
+    with pytest.raises(
+        fxprec.InvariantError, match=r"^the pass fuse failed: KeyError: 'linear'. This is a bug in fxprec"
+    ):
+        fxprec.convert(model, (torch.ones(2, 4),), capture=capture)
+    assert type(model) is nn.Linear

@@ -181,7 +181,7 @@ class Recorder:
 
     def traces_method(self, module: nn.Module, name: str) -> None:
         """Look through a method of a class: its code will be traced, and the class must keep it."""
-        if (why := self.surroundings.attribute(original_class(module), name)) is not None:
+        if (why := self.surroundings.look_at_attribute(original_class(module), name)) is not None:
             self._decline(f"reads {why}")
 
     def asks_shape(self, tensor: Tensor) -> None:
@@ -201,7 +201,7 @@ class Recorder:
         """Return the guards of everything read so far."""
         found = self.surroundings
         # A class is asked for without a read of its module.
-        if (why := found.reach_all(self._classes)) is not None:
+        if (why := found.guard_classes(self._classes)) is not None:
             self._decline(f"asks for types, and may read {why}")
         # Tensors outside of the model are constants: their shapes may have been read.
         for label, tensor in found.tensors.values():

@@ -173,32 +173,36 @@ class Surroundings:
             self._looked_at[id(value)] = value, None
             self._depth += 1
             try:
-                known = self._looked_at[id(value)] = value, self._look_at(value, label)
+                known = self._looked_at[id(value)] = value, self._look_through(value, label)
             finally:
                 self._depth -= 1
         return known[1]
 
-    def _look_at(self, value: Any, label: str) -> str | None:
+    def _look_through(self, value: Any, label: str) -> str | None:
+        """Do what ``look_at`` does for one value that was not met before, by its kind.
+
+        A kind that is missing here ends at the last line, as opaque: a trace too few, and no wrong graph.
+        """
         kind = type(value)
         # What leads further: code, and what containers and callables hold.
         if kind is types.FunctionType:
             return self._function(value)
         if is_container(value):
             self.contents.add(value, label)
-            return self._first(contents(value))
+            return self._look_at_all(contents(value))
         if isinstance(value, type):
             self.asks_types = self.asks_types or value is type
-            return self.reach(value)
+            return self.guard_class(value)
         if isinstance(value, operator.attrgetter | operator.methodcaller):
             return self._may_name(frozenset(strings_in(value.__reduce__()[1])))
         if isinstance(value, types.MethodType):
-            return self._held((value.__func__, value.__self__), label)
+            return self._guard_held((value.__func__, value.__self__), label)
         if isinstance(value, functools.partial):
-            return self._held((value.func, *value.args, value.keywords), label)
+            return self._guard_held((value.func, *value.args, value.keywords), label)
         if isinstance(value, staticmethod | classmethod):
             return self.look_at(value.__func__)
         if isinstance(value, property):
-            return self._first(each for each in (value.fget, value.fset, value.fdel) if each is not None)
+            return self._look_at_all(each for each in (value.fget, value.fset, value.fdel) if each is not None)
         if isinstance(value, functools.cached_property):
             return self.look_at(value.func)
         # What ends the walk: it cannot change, or torch's own functions record what they do with it.
@@ -212,25 +216,25 @@ class Surroundings:
             # Its fields are guarded all the same: object.__setattr__ writes to a frozen one.
             attributes = getattr(value, "__dict__", {})
             for name in attributes:
-                self._expect(f"{label}.{name}", attributes, name, attributes[name])
-            return self._held((kind, *(getattr(value, field.name, None) for field in fields(kind))), label)
+                self._guard(f"{label}.{name}", attributes, name, attributes[name])
+            return self._guard_held((kind, *(getattr(value, field.name, None) for field in fields(kind))), label)
         if is_torchs(kind) and is_trusted(kind) and not isinstance(value, torch.Generator):
             return None
         if kind.__module__ == "numpy" and not hasattr(value, "__setitem__"):  # a dtype, a scalar, a ufunc
             return None
         return f"an object ({kind.__name__}) that may change inside"
 
-    def _first(self, values: Iterable[Any]) -> str | None:
-        """Return the first reason; all are looked at."""
+    def _look_at_all(self, values: Iterable[Any]) -> str | None:
+        """Look at all of these, and return the first reason why one is opaque, or None."""
         return next((why for why in [self.look_at(value) for value in values] if why is not None), None)
 
-    def _held(self, values: Iterable[Any], label: str) -> str | None:
-        """Guard the containers that an object holds: it never swaps them, but they may change inside."""
+    def _guard_held(self, values: Iterable[Any], label: str) -> str | None:
+        """Guard the containers among values that an object holds for good, which may change inside; look at all."""
         values = [*values]
         for value in values:
             if is_container(value) and not is_plain(value):
-                self._expect(f"what {label} holds", {label: value}, label, value)
-        return self._first(values)
+                self._guard(f"what {label} holds", {label: value}, label, value)
+        return self._look_at_all(values)
 
     def _builtin(self, value: Any) -> str | None:
         self._makes_names = self._makes_names or value is getattr
@@ -238,7 +242,7 @@ class Surroundings:
         owner = getattr(value, "__self__", None)
         # A bound method, such as cache.append.
         if type(owner) in CONTAINERS:
-            return self._held([owner], getattr(value, "__qualname__", ""))
+            return self._guard_held([owner], getattr(value, "__qualname__", ""))
         return None if is_trusted(value) else f"{getattr(value, '__qualname__', value)}, {_IMPURE}"
 
     # Functions: what their code reads, writes and asks.
@@ -258,11 +262,13 @@ class Surroundings:
         if vars(function):
             self.contents.add(vars(function))
         code, keywords = function.__code__, function.__kwdefaults__ or {}
-        if (why := self._held((*(function.__defaults__ or ()), *keywords.values()), function.__qualname__)) is not None:
+        if (
+            why := self._guard_held((*(function.__defaults__ or ()), *keywords.values()), function.__qualname__)
+        ) is not None:
             self._stop_at(code, (), f"has a default that is {why}")
         for name, default in keywords.items():
-            self._expect(f"the default {name} of {function.__qualname__}", keywords, name, default)
-        self._code(code, function.__globals__, _cells_of(function))
+            self._guard(f"the default {name} of {function.__qualname__}", keywords, name, default)
+        self._look_through_code(code, function.__globals__, _cells_of(function))
 
     def _trusted_function(self, function: types.FunctionType) -> None:
         """Look at a trusted function: it is not followed, but for a user's function in a decorator of torch's."""
@@ -282,12 +288,20 @@ class Surroundings:
         """Guard ``F.linear`` in the code of ``nn.Linear``, the same function still, or one that the user put there."""
         function = vars(owner).get(name)
         if isinstance(function, types.FunctionType | types.BuiltinFunctionType):
-            self._expect(f"{owner.__name__}.{name}", vars(owner), name, function)
+            self._guard(f"{owner.__name__}.{name}", vars(owner), name, function)
             if not is_trusted(function):
                 self.look_at(function)
 
-    def _code(self, code: types.CodeType, scope: dict[str, Any], outer: Mapping[str, types.CellType]) -> None:
-        """Look through a code object; ``scope``: its globals; ``outer``: cells of its closure, there before."""
+    def _look_through_code(
+        self, code: types.CodeType, scope: dict[str, Any], outer: Mapping[str, types.CellType]
+    ) -> None:
+        """Guard what a code object reads outside of itself, and stop the trace where it reads what cannot be guarded.
+
+        Args:
+            code: of a function that was found before the trace calls it.
+            scope: its globals.
+            outer: cells of its closure, there before: not those of variables of functions that are traced as well.
+        """
         key = id(code), id(scope), tuple(map(id, outer.values()))
         if key in self._codes:
             return
@@ -295,7 +309,7 @@ class Surroundings:
         found = code_reads(code)
         # What it reads outside is guarded, or stops the trace where it is read; what it writes there always does.
         for read in found.reads:
-            if (why := self._read(read, scope, outer)) is not None:
+            if (why := self._guard_read(read, scope, outer)) is not None:
                 self._stop_at(code, read.offsets[-1:], f"reads {read}: {why}")
         for write in found.writes:
             if write.kind == "global" or write.name in outer:
@@ -313,20 +327,20 @@ class Surroundings:
         if (why := self._may_name(found.names.keys() | found.strings)) is not None:
             self._stop_at(code, (), f"may read {why}")
         for nested in found.nested:
-            self._code(nested, scope, {name: outer[name] for name in nested.co_freevars if name in outer})
+            self._look_through_code(nested, scope, {name: outer[name] for name in nested.co_freevars if name in outer})
 
     def _may_name(self, names: Set[str]) -> str | None:
         """Note attributes that traced code may read of any class; return why it must not, or None."""
         new = names - self._names
         self._names |= new
         self.asks_types = self.asks_types or "__class__" in new
-        reasons = [self._attributes(cls, new) for cls in (*self._classes,)] if new else ()
+        reasons = [self._guard_named(cls, new) for cls in (*self._classes,)] if new else ()
         return next(filter(None, reasons), None)
 
     # Names: what stands in globals, closures and modules, and attributes from there on.
 
-    def _read(self, read: Read, scope: dict[str, Any], outer: Mapping[str, types.CellType]) -> str | None:
-        """Guard what this names. Why it cannot be guarded, or None."""
+    def _guard_read(self, read: Read, scope: dict[str, Any], outer: Mapping[str, types.CellType]) -> str | None:
+        """Guard the variable that code reads, and the attributes on from it; return why that cannot be, or None."""
         if read.kind == "import":
             return self._imported(read, scope)
         if read.kind == "closure":
@@ -334,24 +348,27 @@ class Surroundings:
             if read.name not in outer:
                 return None
             cell = outer[read.name]
-            return self._root(f"the closure variable {read.name}", cell, "cell_contents", _content(cell), read)
+            return self._guard_variable(
+                f"the closure variable {read.name}", cell, "cell_contents", _content(cell), read
+            )
         if read.name in scope:
             value = scope[read.name]
-            return self._root(f"the global {read.name}", scope, read.name, value, read)
+            return self._guard_variable(f"the global {read.name}", scope, read.name, value, read)
         # A builtin, which a global of that name would hide.
         self._builtins.setdefault(id(scope), (scope, set()))[1].add(read.name)
         value = vars(builtins).get(read.name, _MISSING)
         if value is _MISSING:
             return None
-        self._expect(f"the builtin {read.name}", vars(builtins), read.name, value)
-        return self._chain(read.name, value, read.chain)
+        self._guard(f"the builtin {read.name}", vars(builtins), read.name, value)
+        return self._guard_path(read.name, value, read.chain)
 
-    def _root(self, label: str, scope: Any, name: str, value: Any, read: Read) -> str | None:
+    def _guard_variable(self, label: str, scope: Any, name: str, value: Any, read: Read) -> str | None:
+        """Guard a variable with a value and its path, or nothing where that is opaque: it stops the trace instead."""
         if value is _MISSING:
             return None
-        why = self._chain(label, value, read.chain)
+        why = self._guard_path(label, value, read.chain)
         if why is None:
-            self._expect(label, scope, name, value)
+            self._guard(label, scope, name, value)
         return why
 
     def _imported(self, read: Read, scope: dict[str, Any]) -> str | None:
@@ -361,11 +378,14 @@ class Surroundings:
             if module is not None:
                 if read.chain and not hasattr(module, str(read.chain[0])):
                     module = sys.modules[name.partition(".")[0]]  # import a.b as c
-                return self._chain(name, module, read.chain)
+                return self._guard_path(name, module, read.chain)
         return "a module that is imported only then"
 
-    def _chain(self, label: str, value: Any, chain: tuple[str | Key, ...]) -> str | None:
-        """Guard attribute after attribute, as far as they can be told without running code."""
+    def _guard_path(self, label: str, value: Any, chain: tuple[str | Key, ...]) -> str | None:
+        """Guard attribute after attribute of a path (``config.scale``), as far as no code runs; return why not, or None.
+
+        Whoever reads an attribute here by ``getattr`` runs the user's properties once more than the model does.
+        """
         # Guards are made only once the end of the chain turned out to be harmless: (scope, label, name) of each step.
         steps: list[tuple[Any, str, Any]] = []
         for name in chain:
@@ -395,7 +415,7 @@ class Surroundings:
             if isinstance(value, types.FunctionType):
                 self.contents.add(vars(value))
             elif isinstance(value, type) and isinstance(found, classmethod):
-                self.reach(value)
+                self.guard_class(value)
             if _may_be_patched(value):
                 steps.append((value if isinstance(value, type) else scope, label, name))
             value = found
@@ -403,17 +423,18 @@ class Surroundings:
         for scope, label, name in steps if why is None else ():
             expected = Expected(label, scope, name, None)
             if not isinstance(scope, type) or _plainly_read(scope, name):
-                self._expect(label, scope, name, expected.now())
+                self._guard(label, scope, name, expected.now())
         return why
 
-    def _expect(self, label: str, scope: Any, name: Any, value: Any) -> None:
+    def _guard(self, label: str, scope: Any, name: Any, value: Any) -> None:
+        """Have the graph serve only while ``scope[name]``, of a class or cell its attribute, is this value."""
         key = id(scope), name
         if key not in self._expected:
             self._expected[key] = Expected(label, scope, name, remembered(unpatched(value)))
 
     # Classes: what traced code may ask them for.
 
-    def reach(self, cls: type) -> str | None:
+    def guard_class(self, cls: type) -> str | None:
         """Guard the attributes of a class that code reaches, of a module's those named; return why not, or None."""
         if issubclass(cls, torch.Generator):
             return "torch.Generator, whose numbers are other ones each time"
@@ -429,51 +450,51 @@ class Surroundings:
                 self._classes.add(base)
                 self.contents.add(base)
                 named = self._names if issubclass(base, nn.Module | enum.Enum) else vars(base).keys()
-                reasons.append(self._attributes(base, named))
+                reasons.append(self._guard_named(base, named))
                 # An inherited one is looked up through the class itself: no class before it may get it either.
                 for name in self._names & vars(base).keys() - _OF_CLASSES if base is not cls else ():
-                    self._expect_attribute(cls, name)
+                    self._guard_attribute(cls, name)
         return next(filter(None, reasons), None)
 
-    def reach_all(self, classes: Collection[type]) -> str | None:
+    def guard_classes(self, classes: Collection[type]) -> str | None:
         """Guard what traced code may ask the model's classes and functions for; return why that cannot be, or None."""
         for function in [*self.functions] if self._asks_functions else ():
             for name in self._names & vars(function).keys():
-                if (why := self._chain(function.__qualname__, function, (name,))) is not None:
+                if (why := self._guard_path(function.__qualname__, function, (name,))) is not None:
                     return why
         if not self.asks_types:
             return None
         if self._makes_names:
             own = {base for cls in classes for base in cls.__mro__ if not is_trusted(base)}
             self._may_name(frozenset().union(*map(vars, own)) - _OF_CLASSES)
-        return next(filter(None, [self.reach(cls) for cls in classes]), None)
+        return next(filter(None, [self.guard_class(cls) for cls in classes]), None)
 
-    def attribute(self, cls: type, name: str) -> str | None:
+    def look_at_attribute(self, cls: type, name: str) -> str | None:
         """Look at what a class has under ``name``, read of an object of it. Return why it is opaque, or None."""
         base = next((base for base in cls.__mro__ if name in vars(base)), None)
         if base is None:
             return None
         raw = vars(base)[name]
         if isinstance(raw, classmethod):
-            self.reach(cls)
+            self.guard_class(cls)
         if (why := self.look_at(raw, f"{cls.__qualname__}.{name}")) is None and not is_torchs(base):
-            self._expect_attribute(cls, name)
+            self._guard_attribute(cls, name)
         return why
 
-    def _attributes(self, cls: type, names: Collection[str]) -> str | None:
-        """Guard these attributes of a class. Why one that traced code may read cannot be."""
+    def _guard_named(self, cls: type, names: Collection[str]) -> str | None:
+        """Guard these attributes of a class; return why one that traced code may read cannot be, or None."""
         reasons = []
         for name in sorted(set(names) & vars(cls).keys() - _OF_CLASSES):
             why = self.look_at(vars(cls)[name], f"{cls.__qualname__}.{name}")
             if why is None:
-                self._expect_attribute(cls, name)
+                self._guard_attribute(cls, name)
             elif name in self._names:
                 reasons.append(f"{cls.__qualname__}.{name}: {why}")
         return reasons[0] if reasons else None
 
-    def _expect_attribute(self, cls: type, name: str) -> None:
+    def _guard_attribute(self, cls: type, name: str) -> None:
         if _plainly_read(cls, name):
-            self._expect(f"{cls.__qualname__}.{name}", cls, name, getattr(cls, name))
+            self._guard(f"{cls.__qualname__}.{name}", cls, name, getattr(cls, name))
 
 
 def _namespace(value: Any, name: str) -> Mapping[str, Any] | None:
