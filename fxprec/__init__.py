@@ -19,7 +19,7 @@ from fxprec.kernels.torch_internals import MISSING
 from fxprec.model.conversion import original
 from fxprec.model.graphs import graph_module, graphs
 from fxprec.model.inference import accumulate, freeze, refresh
-from fxprec.model.module import revert
+from fxprec.model.swapped import revert
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.policy.policy import Policy
 from fxprec.scaling.loss_scaler import LossScaler

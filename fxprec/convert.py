@@ -19,8 +19,7 @@ from fxprec.capture.originals import has_signature
 from fxprec.errors import SlowDtypeWarning
 from fxprec.host_memory import keep_some_memory
 from fxprec.model.checks import check_module_overrides, named_methods, refuse_unfit, settled_device
-from fxprec.model.module import attach
-from fxprec.model.swapped import put_back
+from fxprec.model.swapped import attach, put_back
 from fxprec.model.unscaled import handed_back, scales
 from fxprec.model.warm_up import warm_up
 from fxprec.passes.graph.annotations import Rule

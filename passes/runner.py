@@ -92,8 +92,8 @@ def run_passes(gm: GraphModule, context: Context, passes: Sequence[Pass] = PIPEL
             raise
         except Exception as error:
             raise InvariantError(
-                f"the pass {step.__name__} failed: {type(error).__name__}: {error}. This is a bug in fxprec, not in the "
-                "model: please report it. Until then exclude what it met by a policy, or take the model as it is"
+                f"the pass {step.__name__} failed: {type(error).__name__}: {error}. This is a bug in fxprec, not in "
+                "the model: please report it. Until then a policy may exclude what the pass met"
             ) from error
         if changed and verify_each:
             for graph in every_graph(gm):

@@ -1,8 +1,12 @@
-"""Makes classes that stand for the user's: of a converted model, and of each module in it whose methods it runs.
+"""Puts a subclass in the place of the user's class: of a converted model, and of modules in it whose methods it runs.
 
-As FSDP2 does, an object's class is swapped for a dynamic subclass. A function that somebody sets on the instance in the
-place of a method (``model.forward = f``) is followed: it gets an entry point of its own, and what ran before goes on
-under the names by which others kept it. Whether such a function enters autocast is read from its closure.
+As FSDP2 does, an object's class is swapped for a dynamic subclass. isinstance, attributes, parameter identity, keys,
+hooks and ``super().forward`` stay as they were; the subclass keeps the names of the class and the signature of forward,
+and pickles and copies as the original plus the conversion to redo.
+
+A function that somebody sets on the instance in the place of a method (``model.forward = f``) is followed: it gets an
+entry point of its own, and what ran before goes on under the names by which others kept it. Whether such a function
+enters autocast is read from its closure.
 """
 
 from __future__ import annotations
@@ -15,40 +19,171 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, Final
+from typing import Any, Final, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch.fx import Graph, GraphModule
 
 from fxprec.capture.originals import NOT_TRACED, ORIGINAL, mark, original_class, original_function, unbound_method
 from fxprec.capture.user_code import user_level
-from fxprec.errors import CaptureError, ConversionError, NotLoweredWarning, PolicyError
-from fxprec.model.conversion import STATE, Conversion
+from fxprec.errors import CaptureError, ConversionError, FxprecError, NotLoweredWarning, PolicyError
+from fxprec.model.conversion import STATE, Conversion, conversion_of, is_converted
 from fxprec.model.entry_point import ENTRY, EntryPoint, entry_of
+from fxprec.model.graphs import graph_module
+from fxprec.model.unscaled import expect_scaling
+from fxprec.settings import Settings
 from fxprec.torch_internals import hide_from_dynamo, set_eval_frame
 
-#: In the namespace of a host's class: what gives the conversion, while it lives.
+_Module = TypeVar("_Module", bound=nn.Module)
+
+#: In the namespace of a host's class: a weak reference to the conversion.
 _CONVERSION: Final = "_fxprec_conversion"
 #: In the namespace of each class: attribute -> the name of the method in the model.
 _METHODS: Final = "_fxprec_methods"
-#: The subclasses that there are. Objects of one class that are converted alike stay of one class, as those want it who
-#: compare classes (``torch.func.stack_module_state``).
+#: The subclasses that there are. Objects of one class that are converted alike get one subclass, for code that compares
+#: classes (``torch.func.stack_module_state``).
 _made: Final[weakref.WeakValueDictionary[tuple[object, ...], type]] = weakref.WeakValueDictionary()
-#: Where metaclasses come from that register nothing.
+#: Packages whose metaclasses make a class without side effects.
 _PLAIN_METACLASSES: Final = ("builtins", "abc", "typing", "torch")
 
 
+def attach(
+    module: nn.Module, settings: Settings, frozen: frozenset[str] | None = None, packs: bool = False
+) -> Conversion:
+    """Swap the class of ``module``; nothing is captured yet."""
+    conversion = Conversion(settings, module, frozen, packs)
+    swap_class(module, _Converted, conversion, "", _namespace(module))
+    module.__dict__[STATE] = conversion
+    follow_all(module)
+    swap_hosts(conversion, module)
+    if settings.scales and settings.dtype is torch.float16:
+        expect_scaling(conversion)
+    return conversion
+
+
+def revert(module: _Module) -> _Module:
+    """Undo ``convert``: the class and forward of the original. Parameters stay (at O3: low). Returns the module."""
+    conversion_of(module)
+    take_off(module)
+    return module
+
+
 class Swapped:
-    """Base of every dynamic subclass, before the class that it stands for."""
+    """First base of every dynamic subclass; the user's class is the second."""
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Do nothing: a registry of the user's of its subclasses is no place for ours; see ``_subclass``."""
+        """Do nothing, so that the user's ``__init_subclass__``, which may register subclasses, does not see ours."""
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        followed = name in type(self)._fxprec_methods  # before the class itself may be set
+        followed = name in type(self)._fxprec_methods  # asked first: name may be __class__
         super().__setattr__(name, value)
         if followed:
-            _follow(self, name, late=True)
+            _follow(self, name, just_set=True)
+
+
+class _Converted(Swapped):
+    """A module that was converted."""
+
+    def train(self: Any, mode: bool = True) -> Any:
+        # Some models write weights when the mode changes, past the version counters: adapters are merged into them.
+        self.__dict__[STATE].store.mark_stale()
+        return super().train(mode)  # type: ignore[misc]
+
+    def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        applied = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        # ``to`` may have given the weights other memory: their shadows would keep the old one alive.
+        self.__dict__[STATE].store.forget_moved()
+        return applied
+
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        conversion: Conversion = self.__dict__[STATE]
+        conversion.refuse_if_frozen("load_state_dict")
+        try:
+            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            conversion.store.mark_stale()
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Pickle as an object of the original class, to be converted again: a class made at run time has no name."""
+        conversion = conversion_of(self)
+        cls = conversion.original_class
+        make, args, *rest = super().__reduce_ex__(protocol)
+        args = tuple(cls if argument is type(self) else portable(argument) for argument in args)
+        packs = conversion.packed is not None
+        return (_rebuild, (conversion.settings, conversion.frozen, make, args, packs), *map(portable, rest))
+
+    def __setstate__(self: Any, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        follow_all(self)
+        swap_hosts(conversion_of(self), self)
+
+    def __prepare_scriptable__(self: Any) -> NoReturn:
+        raise ConversionError(
+            f"torch.jit.script of the converted {type(self).__name__} would compile the original forward, in FP32: "
+            "torch.jit.trace it, or script it before it is converted"
+        )
+
+
+def _namespace(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of the dynamic subclass that depend on the class."""
+    cls = type(module)
+    # Only what the class has: a method that it lacks must not appear by its conversion.
+    namespace: dict[str, Any] = {} if hasattr(module, "graph") else {"graph": _GraphAttribute(), "__dir__": _names}
+    if hasattr(cls, "__deepcopy__"):
+        namespace["__deepcopy__"] = lambda self, memo: _copied(self, lambda module: module.__deepcopy__(memo))
+    if hasattr(cls, "__copy__"):
+        namespace["__copy__"] = lambda self: _copied(self, lambda module: module.__copy__())
+    if issubclass(cls, GraphModule):
+        namespace["recompile"] = _recompile
+    return namespace
+
+
+class _GraphAttribute:
+    """``model.graph``: the rewritten torch.fx graph. No data descriptor: a model may set a ``graph`` of its own."""
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Graph | _GraphAttribute:
+        return self if module is None else graph_module(module).graph
+
+
+def _names(module: nn.Module) -> list[str]:
+    """Return the names for ``dir``, with ``graph`` only if there is one: tools read every name that they find there."""
+    names = [name for name in original_class(module).__dir__(module) if name != "graph"]
+    with contextlib.suppress(FxprecError):
+        if conversion_of(module).captured and module.graph:
+            names.append("graph")
+    return names
+
+
+def _copied(module: nn.Module, copy: Callable[[Any], Any]) -> Any:
+    """Convert the copy of a module of a class that copies itself (a GraphModule), too."""
+    conversion = conversion_of(module)
+    with as_original(module):
+        result = copy(module)
+    # A copy that went by __reduce_ex__ is converted already.
+    if isinstance(result, nn.Module) and not is_converted(result):
+        attach(result, conversion.settings, conversion.frozen, conversion.packed is not None)
+    return result
+
+
+def _recompile(module: GraphModule) -> Any:
+    """Recompile the original class, to which a GraphModule writes its code; new code is traced again."""
+    conversion = conversion_of(module)
+    # Whoever calls recompile may have changed nothing: then no graph is out of date.
+    before = module.code
+    with as_original(module):
+        result = module.recompile()
+    if module.code != before:
+        conversion.start_over()
+    return result
+
+
+def _rebuild(
+    settings: Settings, frozen: frozenset[str] | None, make: Callable[..., Any], args: tuple[Any, ...], packs: bool
+) -> nn.Module:
+    module = make(*args)
+    attach(module, settings, frozen, packs)
+    return module
 
 
 class _Host(Swapped):
@@ -90,9 +225,10 @@ def swap_class(
 
 
 def _subclass(cls: type[nn.Module], base: type[Swapped], namespace: dict[str, Any]) -> type:
-    """Make a subclass of which no metaclass of the user's hears: it may register classes, or want its own arguments.
+    """Make a subclass without running a metaclass of the user's, which may register classes or want its own arguments.
 
-    It is of that metaclass all the same, and what the standard library's need (``ABCMeta``) is made.
+    The subclass is of that metaclass all the same; only the nearest standard ``__new__`` (of ``type``, ``ABCMeta``)
+    runs.
     """
     kind = type(cls)
     plain = (meta for meta in kind.__mro__ if meta.__module__.partition(".")[0] in _PLAIN_METACLASSES)
@@ -106,7 +242,7 @@ def swap_hosts(conversion: Conversion, model: nn.Module) -> None:
             host = model.get_submodule(path)
         except AttributeError:
             continue
-        # One that a shallow copy shares stays the first model's.
+        # A submodule that a shallow copy of the model shares belongs to the first model already.
         if not is_host(host):
             swap_class(host, _Host, conversion, path, {_CONVERSION: weakref.ref(conversion)})
             follow_all(host)
@@ -116,7 +252,7 @@ def is_host(module: nn.Module) -> bool:
     """Return whether a conversion around this module runs methods of it. If that is gone, restore its class."""
     gives = getattr(type(module), _CONVERSION, None)
     if gives is not None and gives() is None and not is_wrapped(module):
-        _plain_again(module)
+        _restore_class(module)
         return False
     return gives is not None
 
@@ -138,11 +274,11 @@ def take_off(model: nn.Module) -> None:
             )
     del model.__dict__[STATE]
     for owner in owners.values():
-        _plain_again(owner)
+        _restore_class(owner)
     conversion.store.clear()
 
 
-def _plain_again(module: nn.Module) -> None:
+def _restore_class(module: nn.Module) -> None:
     module.__dict__.update(portable({name: module.__dict__[name] for name in _followed(module)}))
     module.__class__ = original_class(module)
 
@@ -172,7 +308,7 @@ def as_original(model: nn.Module) -> Iterator[None]:
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Return whether another class stands around ours by now, which cannot be taken away from below it."""
+    """Return whether somebody swapped the class again after us: ours cannot be taken away below that one."""
     return ORIGINAL not in vars(type(module))
 
 
@@ -223,6 +359,7 @@ def _enter(what: str | EntryPoint, module: nn.Module | None, args: tuple[Any, ..
     tracing = conversion.wrappers.tracing
     if tracing is not None and tracing == threading.get_ident():  # then the user's own functions run
         return entry.unbound(module, *args, **kwargs)
+    # Without the dynamo of an outer ``torch.compile``: ours captures by itself.
     outer = set_eval_frame(None)
     try:
         return conversion(entry, module, args, kwargs)
@@ -235,12 +372,14 @@ def _enter(what: str | EntryPoint, module: nn.Module | None, args: tuple[Any, ..
         set_eval_frame(outer)
 
 
-def _follow(module: nn.Module, name: str, late: bool = False) -> None:
-    """Give a function that the instance has in the place of a method an entry point; the method itself goes away.
+def _follow(module: nn.Module, name: str, just_set: bool = False) -> None:
+    """Wrap a function that the instance has in the place of a method, so that it enters the conversion.
+
+    The class's own method, put back among the instance's attributes by hand, is deleted there instead.
 
     Args:
-        late: it was set just now. Some are set for one call, as Lightning's redirection of forward does: captured from
-            the second call on.
+        just_set: captured from its second call on, since some are set for one call (Lightning's redirection of
+            forward).
     """
     function = module.__dict__.get(name)
     conversion = _conversion_at(module)
@@ -260,7 +399,7 @@ def _follow(module: nn.Module, name: str, late: bool = False) -> None:
         conversion.messages.warn_autocast("wrapped in")
     entry = conversion.entry_point(key)
     entry.adopt(module, function)
-    entry.new = late
+    entry.new = just_set
     module.__dict__[name] = wrapper = conversion.wrappers.of_instance(function, partial(_enter_function, entry))
     plain = getattr(wrapper, "__func__", wrapper)
     mark(plain, ENTRY, entry)
@@ -285,10 +424,10 @@ def enters_autocast(function: Callable[..., Any]) -> bool:
 
     ``torch.autocast("cpu")(forward)`` keeps the context in its closure, as does what Accelerate sets on a model.
     """
-    return any(isinstance(value, torch.autocast) and value._enabled for value in _held(function, _DEPTH))
+    return any(isinstance(value, torch.autocast) and value._enabled for value in _closure_values(function, _DEPTH))
 
 
-def _held(function: Any, depth: int) -> Iterator[Any]:
+def _closure_values(function: Any, depth: int) -> Iterator[Any]:
     """Yield what a function has in its closure, and what the functions there have."""
     function = getattr(function, "__func__", function)
     cells = getattr(function, "__closure__", None) or ()
@@ -299,4 +438,4 @@ def _held(function: Any, depth: int) -> Iterator[Any]:
     for value in held:
         yield value
         if depth and callable(value) and not isinstance(value, type | nn.Module):
-            yield from _held(value, depth - 1)
+            yield from _closure_values(value, depth - 1)

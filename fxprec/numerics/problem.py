@@ -15,7 +15,7 @@ from fxprec.capture.pytrees import leaves_of
 from fxprec.errors import ConversionError
 from fxprec.model.checks import named_methods
 from fxprec.model.conversion import conversion_of
-from fxprec.model.module import attach, take_off
+from fxprec.model.swapped import attach, take_off
 from fxprec.torch_internals import tree_map_only
 
 P = ParamSpec("P")

@@ -382,7 +382,7 @@ class Surroundings:
         return "a module that is imported only then"
 
     def _guard_path(self, label: str, value: Any, chain: tuple[str | Key, ...]) -> str | None:
-        """Guard attribute after attribute of a path (``config.scale``), as far as no code runs; return why not, or None.
+        """Guard attribute after attribute of a path (``config.scale``) while no code runs; return why not, or None.
 
         Whoever reads an attribute here by ``getattr`` runs the user's properties once more than the model does.
         """
