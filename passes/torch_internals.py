@@ -83,8 +83,3 @@ def custom_op_autocast(op_name: str, device_type: str) -> torch.dtype | None:
     by_device = getattr(definition, "_autocast_dtype", {})
     older = getattr(definition, f"_autocast_{device_type}_dtype", None)  # as earlier versions of torch have it
     return by_device.get(device_type) or older
-
-
-def codegen_of(graph: Graph) -> Any:
-    """Return what writes the source of a graph; None where it is torch.fx's own plain one."""
-    return None if type(graph._codegen) is CodeGen else graph._codegen

@@ -8,7 +8,6 @@ arguments, and each of its results in what came back. ``graph_modules`` writes t
 from __future__ import annotations
 
 import enum
-import importlib
 import inspect
 import keyword
 import re
@@ -50,16 +49,8 @@ def restored(output: Any, low: dtype, *inputs: Any) -> Any:
 
 
 @graph_call
-def in_container(leaves: Sequence[Any], spec: str, modules: Sequence[str] = ()) -> Any:
-    """Make of these leaves what ``torch.utils._pytree`` does: a ``ModelOutput``, say.
-
-    Args:
-        leaves: its tensors and numbers.
-        spec: as ``treespec_dumps`` writes it.
-        modules: where its classes are defined, and registered as containers.
-    """
-    for module in modules:
-        importlib.import_module(module)
+def in_container(leaves: Sequence[Any], spec: str) -> Any:
+    """Make of these leaves what ``torch.utils._pytree`` does, a ``ModelOutput``, say; ``spec``: ``treespec_dumps``."""
     return tree_unflatten([*leaves], treespec_loads(spec))
 
 
@@ -466,7 +457,7 @@ class _Outputs:
         text = "" if len(leaves) == 1 and leaves[0] is value else _text_of(spec)
         if not text:
             raise NoForm(f"it gives an object ({type(value).__name__}) that is no container known to torch's pytrees")
-        return Made(in_container, ([self.built(each) for each in leaves], text, tuple(sorted(_modules_of(spec)))), {})
+        return Made(in_container, ([self.built(each) for each in leaves], text), {})
 
 
 def _text_of(spec: Any) -> str:
@@ -476,9 +467,3 @@ def _text_of(spec: Any) -> str:
         return text if treespec_loads(text) == spec else ""
     except Exception:  # a container that was registered without a name to save it by, or whose keys are objects
         return ""
-
-
-def _modules_of(spec: Any) -> set[str]:
-    """Return the modules in which the classes of the containers are defined."""
-    own = {spec.type.__module__} if isinstance(spec.type, type) and spec.type.__module__ != "builtins" else set()
-    return own.union(*map(_modules_of, spec.children()))

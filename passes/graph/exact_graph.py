@@ -1,11 +1,12 @@
-"""Graph modules that copy, pickle and trace again by their nodes, where torch.fx runs their source.
+"""Graph modules that copy and trace again by their nodes, where torch.fx runs their source.
 
-torch.fx pickles a graph module as source text, which is traced again when it is loaded, as by ``symbolic_trace``. What
-no traced argument reaches runs right then: buffers and sums over them become constants, writes to them and grad modes
-are gone, a random tensor is the same one ever after. Here every node is written down as it is::
+torch.fx runs a graph module's source to trace or to unpickle it. What no traced argument reaches runs right then:
+buffers and sums over them become constants, writes to them and grad modes are gone, a random tensor is the same one
+ever after. Here every node goes over as it is::
 
-    pickle, torch.save, copy       the nodes, with the annotations of the passes
-    a trace from outside           each node once more, in the tracer's graph, under its name
+    copy                   the nodes, with the annotations of the passes
+    a trace from outside   each node once more, in the tracer's graph, under its name
+    pickle, torch.save     refused: a model pickles, and its copy captures again; ``torch.export`` saves a graph
 
 A trace that wants to look into the graph's calls, as static capture does, says so (``looks_into_graphs``).
 """
@@ -14,30 +15,19 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import inspect
-import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
-import torch
-import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.graph import PythonCode
-from torch.fx.node import has_side_effect, map_aggregate
+from torch.fx.node import has_side_effect
 
 from fxprec.kernels.launch.graph_call import graph_call, tracer_of
-from fxprec.passes.graph.annotations import Precision, notes
-from fxprec.passes.graph.new_node import new_node
+from fxprec.passes.graph.annotations import notes
 from fxprec.passes.torch_internals import (
     OF_GRAPH,
-    HigherOrderOperator,
     LazyBase,
-    OpOverload,
-    OpOverloadPacket,
-    codegen_of,
 )
 
 
@@ -103,24 +93,21 @@ class ExactGraphModule(GraphModule):
     def __copy__(self) -> GraphModule:
         # A shallow copy has the same tensors, in dicts of its own: what is registered on one is not on the other.
         parts = {name: dict(vars(self)[name]) for name in ("_parameters", "_buffers", "_modules")}
-        return _fill(_empty(*_kind(self)), _state(self) | parts, copy.deepcopy(self.graph))
+        return _fill(_empty(self), _state(self) | parts, copy.deepcopy(self.graph))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphModule:
-        made = memo[id(self)] = _empty(*_kind(self))
+        made = memo[id(self)] = _empty(self)
         _fill(made, copy.deepcopy(_state(self), memo), copy.deepcopy(self.graph))
         for hook in self._deepcopy_hooks:
             hook(made)
         return made
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        state = {name: value for name, value in _state(self).items() if name not in ("shape_env", "meta")}
-        # Notes of the passes are plain; the rest of it (fake tensors, shape environments) belongs to this process.
-        state["meta"] = {name: value for name, value in self.meta.items() if isinstance(value, str | list)}
-        return _empty, _kind(self), (state, SavedGraph.of(self.graph))
-
-    def __setstate__(self, state: tuple[dict[str, Any], SavedGraph]) -> None:
-        attributes, saved = state
-        _fill(self, attributes, saved.graph())
+    def __reduce__(self) -> NoReturn:
+        """Refuse to pickle, as torch.fx would write source here, whose trace is another graph now and then."""
+        raise TypeError(
+            "a graph of a converted model cannot be pickled: pickle the model, whose copy captures its graphs again, "
+            "or save what torch.export.export(fxprec.graph_module(model), inputs) gives"
+        )
 
     def __prepare_scriptable__(self) -> GraphModule:
         """Return a copy for torch.jit.script, which compiles the source of the forward, but no kernel of ours."""
@@ -133,8 +120,8 @@ class ExactGraphModule(GraphModule):
 class LazyGraphModule(LazyBase, ExactGraphModule):  # type: ignore[misc]
     """Graph module that writes its source when somebody calls it or asks for it."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ExactGraphModule.__reduce__(self)
+    def __reduce__(self) -> NoReturn:
+        ExactGraphModule.__reduce__(self)
 
 
 def make_exact(gm: GraphModule) -> None:
@@ -152,13 +139,10 @@ def _state(gm: GraphModule) -> dict[str, Any]:
     return {name: value for name, value in vars(gm).items() if name not in OF_GRAPH}
 
 
-def _kind(gm: GraphModule) -> tuple[type[ExactGraphModule], str]:
-    """Return class and name to make another one with: torch.fx gives each graph module a class of its own."""
-    return LazyGraphModule if isinstance(gm, LazyBase) else ExactGraphModule, type(gm).__name__
-
-
-def _empty(kind: type[ExactGraphModule], name: str) -> ExactGraphModule:
-    return kind({}, Graph(), name)
+def _empty(gm: GraphModule) -> ExactGraphModule:
+    """Return a graph module of the same kind and name without nodes: torch.fx gives each one a class of its own."""
+    kind = LazyGraphModule if isinstance(gm, LazyBase) else ExactGraphModule
+    return kind({}, Graph(), type(gm).__name__)
 
 
 def _fill(gm: ExactGraphModule, attributes: dict[str, Any], graph: Graph) -> ExactGraphModule:
@@ -180,127 +164,3 @@ def _open_to_tracers(forward: Callable[..., Any]) -> Callable[..., Any]:
     # One of its own: dynamo counts recompilations of each.
     opened.__code__ = opened.__code__.replace()
     return functools.update_wrapper(opened, forward)
-
-
-@dataclass(frozen=True, slots=True)
-class _Node:
-    """Reference to one of the graph's nodes."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """A function of torch's that pickle does not find, by its path below ``torch``.
-
-    Operators, and functions that torch made within another and gave a name, such as ``max_pool2d``.
-
-    Attributes:
-        module: where torch defines an operator of higher order; "" for others.
-    """
-
-    path: str
-    module: str = ""
-
-    @classmethod
-    def of(cls, function: Any) -> _Named | None:
-        """Return the name of such a function, or None."""
-        if isinstance(function, OpOverload | OpOverloadPacket | HigherOrderOperator):
-            higher = isinstance(function, HigherOrderOperator)
-            path = f"higher_order.{function.name()}" if higher else str(function)
-            named = cls(f"ops.{path}", type(function).__module__ if higher else "")
-            if named.function() is not function:
-                raise pickle.PicklingError(f"the graph calls {function}, which is not what torch.{named.path} is")
-            return named
-        if "<locals>" in getattr(function, "__qualname__", ""):
-            names = (name for name, known in vars(F).items() if known is function)
-            return next((cls(f"nn.functional.{name}") for name in names), None)
-        return None
-
-    def function(self) -> Any:
-        if self.module:
-            importlib.import_module(self.module)  # where it is registered
-        try:
-            return attrgetter(self.path)(torch)
-        except AttributeError:
-            raise pickle.UnpicklingError(
-                f"the graph calls torch.{self.path}, which is not registered in this process: "
-                "import what registers it first"
-            ) from None
-
-
-class _SavedNode(NamedTuple):
-    op: str
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    name: str
-    type: Any
-    meta: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class SavedGraph:
-    """A graph in a form that pickles: each node with what it calls by name, and its annotations.
-
-    torch.fx's own ``Graph`` pickles from node to node, and beyond some hundreds of them ends in a RecursionError.
-
-    Attributes:
-        codegen: what writes its source, where that is not torch.fx's own.
-    """
-
-    nodes: tuple[_SavedNode, ...]
-    codegen: Any
-
-    @classmethod
-    def of(cls, graph: Graph) -> SavedGraph:
-        """Write down a graph."""
-        # Flat, by number: torch.fx's own pickles recurse from node to node.
-        numbers = {node: number for number, node in enumerate(graph.nodes)}
-
-        def saved(value: Any) -> Any:
-            return _Node(numbers[value]) if isinstance(value, Node) else _Named.of(value) or value
-
-        nodes = []
-        for n in graph.nodes:
-            args, kwargs = map_aggregate(n.args, saved), map_aggregate(n.kwargs, saved)
-            nodes.append(_SavedNode(n.op, saved(n.target), args, kwargs, n.name, n.type, _annotations(n)))
-        return cls(tuple(nodes), codegen_of(graph))
-
-    def graph(self) -> Graph:
-        """Return the graph again."""
-        graph = Graph()
-        made: list[Node] = []
-
-        def restored(value: Any) -> Any:
-            if isinstance(value, _Node):
-                return made[value.number]
-            return value.function() if isinstance(value, _Named) else value
-
-        for saved in self.nodes:
-            args, kwargs = map_aggregate(saved.args, restored), map_aggregate(saved.kwargs, restored)
-            node = new_node(graph, saved.op, restored(saved.target), args, kwargs, saved.name, saved.type)
-            node.meta.update(saved.meta)
-            made.append(node)
-        if self.codegen is not None:
-            graph.set_codegen(self.codegen)
-        return graph
-
-
-def _annotations(node: Node) -> dict[str, Any]:
-    """Return what is plain of ``node.meta``, no fake tensors; modules' classes by name, as in exported programs."""
-    kept = {key: value for key, value in node.meta.items() if _is_plain(value)}
-    # Classes may be local to a function, where pickle finds none.
-    stack = node.meta.get("nn_module_stack")
-    if stack:
-        kept["nn_module_stack"] = {
-            key: (path, kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}")
-            for key, (path, kind) in stack.items()
-        }
-    return kept
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str | torch.dtype | Precision)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import weakref
 
 import pytest
@@ -68,12 +67,11 @@ class TestSource:
         "through",
         [
             copy.deepcopy,
-            lambda gm: pickle.loads(pickle.dumps(gm)),
             lambda gm: torch.export.export(gm, (X,)).module(),
             symbolic_trace,
             lambda gm: torch.compile(gm, backend="eager"),
         ],
-        ids=["deepcopy", "pickle", "export", "trace", "compile"],
+        ids=["deepcopy", "export", "trace", "compile"],
     )
     def test_what_others_do_with_it(self, through):
         module, _ = fxprec.convert(net(), (X,))

@@ -136,13 +136,6 @@ def test_a_graph_module_has_the_rest_of_its_state_when_it_is_empty() -> None:
     assert changed - {"_tracer_cls"} <= of_passes.OF_GRAPH and {"_graph", "_code"} <= changed
 
 
-@contract("passes", "codegen_of")
-def test_what_writes_the_source_is_an_attribute_of_the_graph() -> None:
-    program = torch.export.export(torch.nn.ReLU(), (torch.ones(1),)).module()
-    assert of_passes.codegen_of(program.graph) is not None  # type: ignore[arg-type]
-    assert of_passes.codegen_of(torch.fx.Graph()) is None
-
-
 @contract("passes", "tree_leaves", "tree_map")
 def test_trees_are_mapped() -> None:
     assert of_passes.tree_leaves({"a": [1, (2,)], "b": None}) == [1, 2, None]

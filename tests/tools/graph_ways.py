@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -75,13 +74,6 @@ def pickled(gm: Any) -> Any:
     return pickle.loads(pickle.dumps(gm))
 
 
-def saved(gm: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(gm, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 def split(gm: fx.GraphModule) -> fx.GraphModule:
     calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
     parts = {node: int(number >= len(calls) // 2) for number, node in enumerate(calls)}
@@ -97,11 +89,7 @@ def with_shapes(gm: fx.GraphModule, *inputs: Any) -> fx.GraphModule:
 
 #: Values, gradients and what is written to buffers: to the last bit.
 EXACT: dict[str, Callable[..., Any]] = {
-    "pickle": lambda gm, *_: pickled(gm),
-    "pickle of a pickle": lambda gm, *_: pickled(pickled(gm)),
-    "torch.save": lambda gm, *_: saved(gm),
     "deepcopy": lambda gm, *_: copy.deepcopy(gm),
-    "pickle of a deepcopy": lambda gm, *_: pickled(copy.deepcopy(gm)),
     "copy": lambda gm, *_: copy.copy(gm),
     "symbolic_trace": lambda gm, *_: fx.symbolic_trace(gm),
     "deepcopy of a trace": lambda gm, *_: copy.deepcopy(fx.symbolic_trace(gm)),

@@ -7,7 +7,6 @@ import copy
 import inspect
 import math
 import operator
-import pickle
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -637,9 +636,9 @@ class TestGraphModules:
         taken = capture(program.module(), "x")
         assert torch.equal(taken.gm(x), program.module()(x))
 
-    def test_result_copies_and_pickles(self) -> None:
+    def test_result_copies(self) -> None:
         gm, x = capture(SmallCNN().eval()).gm, torch.randn(2, 3, 9, 9)
-        for again in (copy.deepcopy(gm), pickle.loads(pickle.dumps(gm))):
+        for again in (copy.deepcopy(gm), copy.copy(gm)):
             assert torch.equal(again(x), gm(x))
 
 
