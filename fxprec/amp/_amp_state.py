@@ -186,14 +186,10 @@ INIT_SCALE, WINDOW = 2.0**16, 2000
 
 def _of_rule(name: str) -> property:
     """Return a property of apex's that is a field of the scaler's ``UpdateRule``."""
-
-    def get(self: AmpLossScaler) -> Any:
-        return getattr(self.scaler._scales.rule, name)
-
-    def set_(self: AmpLossScaler, value: Any) -> None:
-        self._set(self.loss_scale(), self._unskipped, **{name: value})
-
-    return property(get, set_)
+    return property(
+        lambda self: getattr(self.scaler._scales.rule, name),
+        lambda self, value: self._set(self.loss_scale(), self._unskipped, **{name: value}),
+    )
 
 
 class AmpLossScaler:

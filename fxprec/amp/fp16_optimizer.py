@@ -36,11 +36,8 @@ from fxprec.torch_internals import foreach_copy_
 
 #: What a dynamic scale starts with here, unless ``dynamic_loss_args`` says otherwise.
 _DYNAMIC: dict[str, Any] = {
-    "init_scale": 2.0**16,
-    "scale_window": 2000,
-    "min_loss_scale": None,
-    "max_loss_scale": 2.0**24,
-}
+    "init_scale": 2.0**16, "scale_window": 2000, "min_loss_scale": None, "max_loss_scale": 2.0**24,
+}  # fmt: skip
 
 
 class StaticLossScaler:
@@ -198,11 +195,8 @@ class FP16_Optimizer:
             raise TypeError(f"FP16_Optimizer wraps a torch.optim.Optimizer, not {type(init_optimizer).__name__}")
         self.verbose = verbose
         self.dynamic_loss_scale = dynamic_loss_scale
-        self.loss_scaler = (
-            DynamicLossScaler(**{**_DYNAMIC, **(dynamic_loss_args or {})})
-            if dynamic_loss_scale
-            else StaticLossScaler(static_loss_scale)
-        )
+        dynamic = {**_DYNAMIC, **(dynamic_loss_args or {})}
+        self.loss_scaler = DynamicLossScaler(**dynamic) if dynamic_loss_scale else StaticLossScaler(static_loss_scale)
         self.optimizer = init_optimizer
         groups = with_masters(init_optimizer)
         self.fp16_groups = [group.low for group in groups]

@@ -196,13 +196,17 @@ def _register(module: Any, name: str, kind: Kind) -> None:
     op = None
     owner = module.__module__ if isinstance(module, type) else getattr(module, "__name__", "")
     if owner.partition(".")[0] == "torch" and not _is_module_class(value):
+        # The table is asked about nodes, as in a model's graph: a graph of one call is the shortest way to one.
+        graph = Graph()
+        x, method = graph.placeholder("x"), module is torch.Tensor
+        known = canonical_op(graph.call_method(name, (x,)) if method else graph.call_function(value, (x,)))
         # torch is never patched: what has no row cannot be reached by a policy.
-        op = _op_of(module, name, value)
-        if op is None:
+        if known is None or rule_of(known.name) is None:
             raise ValueError(
                 f"{name} of {module} is a function of torch without a row in the op table, and torch is not patched: "
                 "wrap it in a function of your own, decorated with one of amp's"
             )
+        op = known.name
     if state.low is not None:
         warnings.warn(
             f"amp.register_{kind}_function({name!r}) after amp.initialize: it takes effect at the next initialize. "
@@ -211,16 +215,6 @@ def _register(module: Any, name: str, kind: Kind) -> None:
             stacklevel=3,
         )
     state.registered.append(Registration(module, name, kind, op))
-
-
-def _op_of(module: Any, name: str, value: Any) -> str | None:
-    """Return the canonical name of a function or Tensor method of torch that the op table knows."""
-    # The table is asked about nodes, as in a model's graph: a graph of one call is the shortest way to one.
-    graph = Graph()
-    argument = graph.placeholder("x")
-    method = module is torch.Tensor
-    op = canonical_op(graph.call_method(name, (argument,)) if method else graph.call_function(value, (argument,)))
-    return op.name if op is not None and rule_of(op.name) is not None else None
 
 
 def _is_module_class(value: Any) -> bool:

@@ -102,17 +102,11 @@ def initialize(
     if outputs is not None and not (isinstance(outputs, torch.dtype) and outputs.is_floating_point):
         raise TypeError(f"cast_model_outputs must be a floating-point torch.dtype or None, not {outputs!r}")
     device = device_of(all_models)
-    properties = properties_of(
-        opt_level,
-        torch.float16 if device == "cuda" else torch.bfloat16,
-        {
-            "cast_model_type": cast_model_type,
-            "patch_torch_functions": patch_torch_functions,
-            "keep_batchnorm_fp32": keep_batchnorm_fp32,
-            "master_weights": master_weights,
-            "loss_scale": loss_scale,
-        },
-    )
+    overrides = {
+        "cast_model_type": cast_model_type, "patch_torch_functions": patch_torch_functions,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32, "master_weights": master_weights, "loss_scale": loss_scale,
+    }  # fmt: skip
+    properties = properties_of(opt_level, torch.float16 if device == "cuda" else torch.bfloat16, overrides)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"num_losses must be a whole number of at least 1, not {num_losses!r}")
     scalers = [AmpLossScaler(properties, device, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
@@ -210,11 +204,8 @@ def convert_model(
     if properties.has_functions:
         policy = with_registered(policy, model)
     # O3's policy lowers batch norms, O2's does not: an override only where the option says otherwise.
-    kept, rule = properties.keep_batchnorm_fp32, None
-    if properties.level == "O3" and kept:
-        rule = Rule.FULL
-    elif properties.level == "O2" and kept is False:
-        rule = Rule.LOW
+    otherwise: dict[tuple[str, bool | None], Rule] = {("O3", True): Rule.FULL, ("O2", False): Rule.LOW}
+    rule = otherwise.get((properties.level, properties.keep_batchnorm_fp32))
     norms = [path for path, each in model.named_modules() if isinstance(each, BatchNorm) and each.affine]
     if rule is not None and norms:
         policy = policy.override(modules={glob.escape(path) or "*": rule for path in norms})  # "*": the model is one

@@ -167,11 +167,8 @@ def guard_step(optimizer: Optimizer, properties: Properties) -> None:
     setattr(optimizer, STASH, Stash(weakref.ref(optimizer)))
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     for name in ("_amp_lazy_init", "_lazy_init_maybe_master_weights"):
-        setattr(optimizer, name, _nothing_to_initialize)
-
-
-def _nothing_to_initialize() -> None:
-    """Do nothing: scripts call it before they load an optimizer's checkpoint; apex makes its masters there."""
+        # Scripts call these before they load an optimizer's checkpoint; apex makes its masters there.
+        setattr(optimizer, name, lambda: None)
 
 
 def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:

@@ -32,7 +32,7 @@ from fxprec.inspection.text import fold
 from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.model.conversion import conversion_of
 from fxprec.numerics.births import Birth, Source
-from fxprec.numerics.overrides import Words, in_fp32, is_view, near_by, readers
+from fxprec.numerics.overrides import Words, is_view, near_by, overridden, readers
 from fxprec.numerics.problem import converted_anew
 from fxprec.numerics.step import Births, TrainingStep
 from fxprec.passes.graph.annotations import Rule, module_path, notes
@@ -223,7 +223,7 @@ class Search:
         """Return what is left with that in FP32; no set is tried twice."""
         key = frozenset(chosen)
         if key not in self._known:
-            policy = in_fp32(conversion_of(self.step.model).settings.policy, chosen)
+            policy = overridden(conversion_of(self.step.model).settings.policy, dict.fromkeys(chosen, torch.float32))
             self._known[key] = self._left({"policy": policy})
         return self._known[key]
 

@@ -31,7 +31,7 @@ from fxprec.inspection.prices import Alternative
 from fxprec.inspection.text import Printed, RenderableType, as_json, layers_together, stacked, table, titled
 from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.model.conversion import conversion_of
-from fxprec.numerics.overrides import in_fp32, readers
+from fxprec.numerics.overrides import readers
 from fxprec.numerics.problem import Batch, Problem, converted_anew
 from fxprec.passes.graph.annotations import notes, weight_path
 from fxprec.passes.graph.casts import CASTS
@@ -371,7 +371,7 @@ def with_savings(problem: Problem, ledger: Ledger, batches: Sequence[Batch], aud
     start, own = [mean_square(each) for each in before], _signatures(problem.model)
     measured: dict[Names, tuple[float, float | None]] = {}
     for names in chosen if any(start) else ():
-        policy = in_fp32(conversion_of(problem.model).settings.policy, (("nodes", name) for name in names))
+        policy = conversion_of(problem.model).settings.policy.override(nodes=dict.fromkeys(names, torch.float32))
         try:
             trial = replace(problem, model=converted_anew(problem.model, policy=policy))
             after = [audited(trial, batch) for batch in batches]

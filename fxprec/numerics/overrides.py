@@ -41,11 +41,6 @@ def overridden(policy: Policy, precisions: Mapping[Words, torch.dtype]) -> Polic
     return policy.override(ops=found["ops"], modules=found["modules"], nodes=found["nodes"])
 
 
-def in_fp32(policy: Policy, chosen: Iterable[Words]) -> Policy:
-    """Return the policy with what is chosen in FP32."""
-    return overridden(policy, dict.fromkeys(chosen, torch.float32))
-
-
 def readers(node: Node) -> list[Node]:
     """Return the nodes that compute with a value, through casts and views."""
     return near_by(node, lambda each: each.users)

@@ -55,11 +55,6 @@ class ReplayStep:
     drawn: tuple[Tensor, ...]
     decided: Mapping[int, Tensor]
 
-    @property
-    def rounds(self) -> bool:
-        """Flag of operations that lost anything."""
-        return any(each is not None for each in self.roundings)
-
 
 class ForwardRecorder(OpRecorder):
     """Recorder that also keeps what a replay of the forward needs.
@@ -251,7 +246,15 @@ class Routes:
 
     def found(self) -> tuple[Route, ...]:
         """Return the decisions that flipped, in the order of running."""
-        return tuple(_route(*key, flips) for key, flips in self._found.items() if flips.flipped)
+        routes: list[Route] = []
+        for (origin, op), flips in self._found.items():
+            if flips.flipped:
+                causes = sorted(flips.causes.items(), key=lambda cause: -cause[1])
+                told = tuple(Cause(each.name, each.kind, each.graph, count) for each, count in causes if count)
+                module = "" if origin.node is None else module_path(origin.node)
+                where = origin.name, origin.graph, module, line_of(origin)
+                routes.append(Route(*where, op, flips.flipped, flips.count, told, flips.by_none))
+        return tuple(routes)
 
     def _add(self, steps: Sequence[ReplayStep], replay: Replay) -> None:
         low = {(number, output): each for number, step in enumerate(steps) for output, each in step.decided.items()}
@@ -259,7 +262,8 @@ class Routes:
         flipped = {key: low[key] != each for key, each in exact.items() if each.shape == low[key].shape}
         # Roundings behind the last flip cannot have caused one.
         last = max((number for (number, _), each in flipped.items() if bool(each.any())), default=-1)
-        rounding = dict.fromkeys(step.operation.origin for step in steps[: last + 1] if step.rounds)
+        lossy = (step for step in steps[: last + 1] if any(each is not None for each in step.roundings))
+        rounding = dict.fromkeys(step.operation.origin for step in lossy)
         alone: dict[OpOrigin, Mapping[tuple[int, int], Tensor]] = {}
         if stopped is not None:
             self.remarks[f"routes behind {stopped.name} are not known: shapes are others there"] = None
@@ -282,22 +286,6 @@ class Routes:
                 left &= ~same if is_known else same
                 known.causes[origin] = known.causes.get(origin, 0) + int(same.sum())
             known.by_none += int(left.sum())
-
-
-def _route(origin: OpOrigin, op: str, flips: _Flips) -> Route:
-    node = origin.node
-    causes = sorted(flips.causes.items(), key=lambda cause: -cause[1])
-    return Route(
-        node=origin.name,
-        graph=origin.graph,
-        module="" if node is None else module_path(node),
-        source=line_of(origin),
-        op=op,
-        flipped=flips.flipped,
-        count=flips.count,
-        causes=tuple(Cause(each.name, each.kind, each.graph, count) for each, count in causes if count),
-        by_none=flips.by_none,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,7 +290,7 @@ class Compared(Births):
         """Run an op, and run it in the reference."""
         written = written_by(function, args, kwargs)
         self._before = {
-            id(leaf): self._exact(leaf).clone()
+            id(leaf): self.exact(leaf).clone()
             for leaf in tree_leaves((args, kwargs))
             if id(leaf) in written and leaf.layout is torch.strided
         }
@@ -298,14 +298,14 @@ class Compared(Births):
 
     def wrote(self, call: OpCall, made: Sequence[Tensor]) -> None:
         for result in made:
-            self._masks.note(call, result, self._exact(result), self._read)
+            self._masks.note(call, result, self.exact(result), self._read)
 
     def birth_of(self, call: OpCall, result: Tensor, inherited: Sequence[tuple[Tensor, Birth]]) -> Birth:
         """Return the birth of what is not finite in a result; a fault goes before what the reference has as well."""
         faults = [birth for _, birth in inherited if self.counts(birth)]
         if faults:
             return min(faults, key=lambda birth: birth.number)
-        own = is_fault(result, self._exact(result), self._masks.of(result))
+        own = is_fault(result, self.exact(result), self._masks.of(result))
         # In float64 on the run's own inputs: that separates this op's fault from what came in.
         wide = call.wide(result)
         # With infinities among its inputs, an op is at fault only where it has a value in float64 that they do not
@@ -326,13 +326,13 @@ class Compared(Births):
 
     def differs(self, made: Sequence[Tensor]) -> bool:
         """Tell whether the reference has other elements there, by more than any rounding."""
-        pairs = [(result.to(exact.dtype), exact) for result in made for exact in (self._exact(result),)]
+        pairs = [(result.to(exact.dtype), exact) for result in made for exact in (self.exact(result),)]
         return any(bool(((low - exact).abs() > _OTHER * exact.abs()).any()) for low, exact in pairs)
 
     def example(self, call: OpCall, read: Sequence[Tensor], made: Sequence[Tensor]) -> str:
         """Show the element furthest off of those that inf or nan came into: ``0 where the reference has 0.0031``."""
         for result in made:
-            exact = self._exact(result)
+            exact = self.exact(result)
             error = (result.to(exact.dtype) - exact).abs().nan_to_num(0.0)
             for value in read if torch.Tag.pointwise in call.function.tags else ():
                 with contextlib.suppress(RuntimeError):  # of another shape
@@ -343,22 +343,17 @@ class Compared(Births):
                 return f"{own} where the reference has {other}" if own != other else ""
         return ""
 
-    def remarks(self, what: str, loss: Tensor | None) -> tuple[str, ...]:
-        """Say what the reference has for the run's loss; None: the run has none."""
-        if loss is None:
-            return ()
-        return (f"the {what} is {float(loss):.6g}, and {float(self._exact(loss)):.6g} in the reference",)
-
     def _is_constant(self, tensor: Tensor) -> bool:
         source = self._sources.get(storage_key(tensor))
         return source is None or source.phase == "buffer"
 
-    def _exact(self, tensor: Tensor) -> Tensor:
+    def exact(self, tensor: Tensor) -> Tensor:
+        """Return the values that the reference has for a tensor of the run."""
         return self.recorder.memory.exact(self.recorder.memory.place(tensor))
 
     def _read(self, tensor: Tensor) -> Tensor:
         before = self._before.get(id(tensor))
-        return self._exact(tensor) if before is None else before
+        return self.exact(tensor) if before is None else before
 
     def _noted(self, birth: Birth) -> Birth:
         self._faults[id(birth)] = birth
@@ -479,7 +474,10 @@ class TrainingStep(ABC):
         first = _first(beside, found)
         if first is None:
             return found
-        remarks = beside.remarks(results.what, results.values[0] if results.what == "loss" else None)
+        remarks: tuple[str, ...] = ()
+        if results.what == "loss":
+            loss, exact = results.values[0], beside.exact(results.values[0])
+            remarks = (f"the loss is {float(loss):.6g}, and {float(exact):.6g} in the reference",)
         if found.fault is not None:
             later, reached = found.fault
             remarks += (f"later {later.origin.name} is not finite, and {reached} got that",)

@@ -64,7 +64,7 @@ class Inputs:
     """Values at places, in the reference's dtype; each is converted once."""
 
     def __init__(self, memory: Memory) -> None:
-        self._memory = memory
+        self._memory, self.dtype = memory, memory.reference
         self._low: dict[TensorPlace, Tensor] = {}
         self._errors: dict[TensorPlace, Tensor] = {}
 
@@ -88,11 +88,6 @@ class Inputs:
         if bool(found.sum().isfinite()):
             return found
         return torch.where(found.isfinite(), found, _in(dtype, self._memory.exact(place)))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the reference."""
-        return self._memory.reference
 
 
 class OpResult(NamedTuple):
@@ -486,8 +481,7 @@ def terms(recorder: OpRecorder, targets: Sequence[tuple[TensorPlace, Tensor]]) -
         walk.add(place, weight)
     while recorder.operations:
         operation = recorder.operations.pop()
-        term = walk.term(operation)
-        if term is not None:
+        if (term := walk.term(operation)) is not None:
             yield term
         walk.leave(operation)
 

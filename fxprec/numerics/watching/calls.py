@@ -417,15 +417,12 @@ class WrittenBuffers:
             self._state, self._found = state, None
             return dict(self._model.named_buffers())
         if self._found is None:
-            self._found = self._places(None if conversion.net else _written(conversion))
+            # Copies of all buffers before each call would take long: graphs know which they write.
+            paths = None if conversion.net else _written(conversion)
+            chosen = [path for path, _ in self._model.named_buffers() if paths is None or path in paths]
+            split = ((path, path.rpartition(".")) for path in chosen)
+            self._found = {path: (self._model.get_submodule(of)._buffers, name) for path, (of, _, name) in split}
         return {path: buffer for path, (held, name) in self._found.items() if (buffer := held[name]) is not None}
-
-    def _places(self, paths: set[str] | None) -> dict[str, tuple[Mapping[str, Tensor | None], str]]:
-        """Return where these buffers are held, or all."""
-        # Copies of all buffers before each call would take long: graphs know which they write.
-        chosen = [path for path, _ in self._model.named_buffers() if paths is None or path in paths]
-        split = ((path, path.rpartition(".")) for path in chosen)
-        return {path: (self._model.get_submodule(module)._buffers, name) for path, (module, _, name) in split}
 
 
 def _written(conversion: Conversion) -> set[str]:

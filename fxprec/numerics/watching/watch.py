@@ -306,7 +306,7 @@ class Watcher:
         if self._scaler is None:
             self._settle(together=self._asks_ranks)
 
-    def _look(self, optimizer: Optimizer) -> None:
+    def _look(self, optimizer: Any) -> None:
         self._hold.release()  # after a step that raised
         if self._scaler is None and is_scaled(optimizer):
             raise RuntimeError(
@@ -314,7 +314,13 @@ class Watcher:
                 "watch(model, optimizer, scaler)"
             )
         calls = self._calls_taken()
-        checked = self._checked(optimizer) if self._scaler is None else None
+        # An optimizer that needs the norm of its gradients need not read them again.
+        clips = getattr(optimizer, "max_norm", None) is not None
+        checked: GradientCheck | None = None
+        if self._scaler is None and clips and hasattr(optimizer, "check_gradients"):
+            checked = optimizer.check_gradients(None)
+        elif self._scaler is None:
+            checked = check(parameters_of(optimizer), None, False, self._plans)
         numbers = self._numbers(calls, [] if checked is None else [*checked.found_inf.values()])
         found = self._verdicts.found(numbers)
         agreed = self._verdicts.agreed(numbers, found)
@@ -327,16 +333,9 @@ class Watcher:
             found = torch.maximum(self._held, found)
             self._held.copy_(found)
         if unread and skips_on_device(optimizer) and not makes_state(optimizer):
-            own = checked if getattr(optimizer, "max_norm", None) is not None else None
-            self._hold.tell(optimizer, found, own)
+            self._hold.tell(optimizer, found, checked if clips else None)
         elif self._recording is None and bool(found):  # warm-ups make the state, and are undone
             self._hold.hide_gradients(optimizer)
-
-    def _checked(self, optimizer: Any) -> GradientCheck:
-        """Read all gradients once; an optimizer that needs their norm need not read them again."""
-        if getattr(optimizer, "max_norm", None) is not None and hasattr(optimizer, "check_gradients"):
-            return optimizer.check_gradients(None)
-        return check(parameters_of(optimizer), None, False, self._plans)
 
     def _calls_taken(self) -> Sequence[SeenCall]:
         """Return the calls of the step that an optimizer takes now."""
@@ -511,10 +510,9 @@ class Watcher:
         step.tripped = True
         self._in_a_row += 1
         rank = self._verdicts.rank
-        if of_rank and not flagged:
-            trip = Trip(step.number, None, step.count, rank, None, f"it began on rank {of_rank - 1}", step.skipped)
-        elif enough:
-            why = f"as were the {_MOST_REPLAYS} before it; not run again"
+        elsewhere = f"it began on rank {of_rank - 1}" if of_rank and not flagged else ""
+        if elsewhere or enough:
+            why = elsewhere or f"as were the {_MOST_REPLAYS} before it; not run again"
             trip = Trip(step.number, None, step.count, rank, None, why, step.skipped)
         else:
             asks = together and numbers.ranks and not of_rank
