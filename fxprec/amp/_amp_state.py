@@ -207,12 +207,9 @@ class AmpLossScaler:
     """
 
     def __init__(
-        self,
-        properties: Properties,
-        device: str,
-        min_loss_scale: float | None = None,
+        self, properties: Properties, device: str, min_loss_scale: float | None = None,
         max_loss_scale: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         dynamic = properties.dynamic
         # Bounds are those of a scale that moves; a static one may be anything. apex takes a minimum of 0 for none.
         low, high = (min_loss_scale or None, max_loss_scale) if dynamic else (None, None)

@@ -189,12 +189,9 @@ def check_models(models: Iterable[nn.Module], low: bool = False) -> None:
 
 
 def convert_model(
-    model: nn.Module,
-    properties: Properties,
-    cast_outputs: torch.dtype | None,
-    scaler: LossScaler,
+    model: nn.Module, properties: Properties, cast_outputs: torch.dtype | None, scaler: LossScaler,
     undo: contextlib.ExitStack,
-) -> None:
+) -> None:  # fmt: skip
     """Convert a model in place; ``undo`` gets what puts it back. ``scaler``: of its first loss.
 
     Raises:

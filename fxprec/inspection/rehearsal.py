@@ -341,13 +341,9 @@ class Rehearsal:
 
 
 def rehearse(
-    captured: Sequence[Captured],
-    device: str,
-    low: torch.dtype,
-    held: HeldMemory,
-    autocast_weights: int,
+    captured: Sequence[Captured], device: str, low: torch.dtype, held: HeldMemory, autocast_weights: int,
     lowered: bool = False,
-) -> Rehearsal:
+) -> Rehearsal:  # fmt: skip
     """Run each graph once on fake tensors, with gradients where the module was in training mode, and add up.
 
     Args:

@@ -295,12 +295,9 @@ def _sections(
 
 
 def _headline(
-    model: nn.Module,
-    conversion: Conversion | None,
-    graphs: tuple[GraphModule, ...],
-    held: Weights,
+    model: nn.Module, conversion: Conversion | None, graphs: tuple[GraphModule, ...], held: Weights,
     sections: list[GraphReport],
-) -> Headline:
+) -> Headline:  # fmt: skip
     # Graphs of the other mode, or that the last call did not run, would count an op twice.
     graphs = tuple(gm for gm, section in zip(graphs, sections, strict=True) if section.counts)
     other_mode = sum(section.other_mode for section in sections)

@@ -137,15 +137,9 @@ def audit(
 
 
 def ledger_of(
-    problem: Problem,
-    batches: Iterable[Batch],
-    gradients: bool = False,
-    reference: torch.dtype | None = None,
-    opened: bool = False,
-    reads: InputErrors | None = None,
-    signs: bool = False,
-    routes: bool = False,
-) -> Ledger:
+    problem: Problem, batches: Iterable[Batch], gradients: bool = False, reference: torch.dtype | None = None,
+    opened: bool = False, reads: InputErrors | None = None, signs: bool = False, routes: bool = False,
+) -> Ledger:  # fmt: skip
     """Audit batches that were checked, as ``audit`` does.
 
     Args:

@@ -65,11 +65,9 @@ def is_view(node: Node) -> bool:
 
 
 def in_fewer_lines(
-    nodes: Mapping[str, torch.dtype],
-    everywhere: Sequence[Node],
-    modules: Collection[str],
+    nodes: Mapping[str, torch.dtype], everywhere: Sequence[Node], modules: Collection[str],
     alike: Callable[[Mapping[str, Words]], bool],
-) -> dict[str, Words]:
+) -> dict[str, Words]:  # fmt: skip
     """Return for each node the override that it shares with others, or that names its module.
 
     Args:

@@ -269,13 +269,9 @@ class Compared(Births):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        reference: torch.dtype,
-        sources: Iterable[tuple[Tensor, Source]],
-        weights: Mapping[str, Tensor],
-        flushed: bool = False,
-    ) -> None:
+        self, model: nn.Module, reference: torch.dtype, sources: Iterable[tuple[Tensor, Source]],
+        weights: Mapping[str, Tensor], flushed: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(sources, weights, flushed)
         self.recorder = OpRecorder(reference, model)
         self._masks = Masks(self._is_constant)
@@ -361,11 +357,9 @@ class Compared(Births):
 
 
 def compared(
-    model: nn.Module,
-    run: Callable[[], R],
-    sources: Callable[[], Iterable[tuple[Tensor, Source]]] = tuple,
+    model: nn.Module, run: Callable[[], R], sources: Callable[[], Iterable[tuple[Tensor, Source]]] = tuple,
     flushed: bool = False,
-) -> tuple[Compared, R]:
+) -> tuple[Compared, R]:  # fmt: skip
     """Run a converted model beside a reference: float64 on a CPU, elsewhere FP32, as ``audit`` has it."""
     reference = torch.float64 if conversion_of(model).settings.device == "cpu" else torch.float32
     return observed(model, run, lambda weights: Compared(model, reference, sources(), weights, flushed))

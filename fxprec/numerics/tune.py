@@ -105,13 +105,9 @@ class _Told(list[Batch]):
 
 
 def search(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    loss: Loss | None,
-    error: float | None,
-    time: float | None,
+    model: nn.Module, batches: Iterable[Batch], loss: Loss | None, error: float | None, time: float | None,
     say: Callable[[str], None],
-) -> Tuned:
+) -> Tuned:  # fmt: skip
     """Search as ``tune`` does; ``say`` is told what is done, as that takes a while."""
     problem = Problem.of(model, loss, "tune")
     settings = _settings_of(model)

@@ -57,14 +57,10 @@ class Plans:
         return tuple(self._plans.values())
 
     def plan(
-        self,
-        key: Hashable,
-        params: Sequence[Tensor],
-        states: Sequence[Sequence[Tensor]] = (),
-        steps: Sequence[Tensor] | None = None,
-        shadows: Sequence[Tensor | None] | None = None,
+        self, key: Hashable, params: Sequence[Tensor], states: Sequence[Sequence[Tensor]] = (),
+        steps: Sequence[Tensor] | None = None, shadows: Sequence[Tensor | None] | None = None,
         indices: Sequence[int] | None = None,
-    ) -> MultiTensorPlan:
+    ) -> MultiTensorPlan:  # fmt: skip
         """Return the plan of these tensors, a new one if ``key`` had others."""
         plan = self._plans.get(key)
         # Compared by identity: a plan's tables hold the addresses of these very tensors.

@@ -63,15 +63,9 @@ class OnePass(Optimizer):
     _low_gradients: str | None = None
 
     def _become_one_pass(
-        self,
-        max_norm: float | None,
-        foreach: bool | None,
-        fused: bool | None,
-        differentiable: bool,
-        low_gradients: bool | str,
-        compiled: bool,
-        stochastic_rounding: bool,
-    ) -> None:
+        self, max_norm: float | None, foreach: bool | None, fused: bool | None, differentiable: bool,
+        low_gradients: bool | str, compiled: bool, stochastic_rounding: bool,
+    ) -> None:  # fmt: skip
         """Check and store the added arguments, after the torch optimizer's constructor with ``fused=True``."""
         if foreach or fused is False or differentiable:
             name = type(self).__name__

@@ -78,12 +78,9 @@ class Rounding:
         return [self.places[id(owner)] for owner in owners]
 
     def write(
-        self,
-        targets: Mapping[str, Sequence[Tensor]],
-        values: Mapping[str, Sequence[Tensor]],
-        owners: Sequence[Tensor],
+        self, targets: Mapping[str, Sequence[Tensor]], values: Mapping[str, Sequence[Tensor]], owners: Sequence[Tensor],
         steps: Sequence[Tensor] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Round ``values``, FP32 or FP64, into "params" or states of ``owners``. ``steps``: where there is no count.
 
         Values that the low dtype holds stay, so a skipped step changes nothing.

@@ -151,13 +151,9 @@ class Records:
     """
 
     def __init__(
-        self,
-        scales: Scales,
-        known: MutableMapping[int, Optimizer],
-        *,
-        skips: Skips | None = None,
+        self, scales: Scales, known: MutableMapping[int, Optimizer], *, skips: Skips | None = None,
         on_floor: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.scales, self.known, self.on_floor = scales, known, on_floor
         self.floor, self.skips, self.spoiled = FloorWatch(scales.rule.min_scale), skips or Skips(), SpoiledGradients()
         self.captured = False

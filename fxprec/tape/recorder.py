@@ -85,12 +85,9 @@ class OpRecorder(Attribution):
     """
 
     def __init__(
-        self,
-        reference: torch.dtype,
-        model: nn.Module | None = None,
-        rounded: torch.dtype | None = None,
+        self, reference: torch.dtype, model: nn.Module | None = None, rounded: torch.dtype | None = None,
         decides: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.memory = Memory(reference)
         self.rounded, self.decides = rounded, decides
@@ -274,13 +271,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def record(
-    model: nn.Module,
-    run: Callable[[], Any],
-    reference: torch.dtype,
-    opened: bool = False,
-    rounded: torch.dtype | None = None,
-    decides: bool = False,
-) -> tuple[OpRecorder, Any] | None:
+    model: nn.Module, run: Callable[[], Any], reference: torch.dtype, opened: bool = False,
+    rounded: torch.dtype | None = None, decides: bool = False,
+) -> tuple[OpRecorder, Any] | None:  # fmt: skip
     """Run something on a converted model and record it; None where it is to be run once more.
 
     Args:

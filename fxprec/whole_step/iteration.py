@@ -178,14 +178,9 @@ class Iteration:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Any] | None,
-        optimizer: Optimizer,
-        scaler: torch.amp.GradScaler,
-        parts: int,
-        max_norm: float | None,
-    ) -> None:
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, optimizer: Optimizer, scaler: torch.amp.GradScaler,
+        parts: int, max_norm: float | None,
+    ) -> None:  # fmt: skip
         self.model, self.loss_fn, self.optimizer, self.scaler = model, loss_fn, optimizer, scaler
         self.parts, self.max_norm = parts, max_norm
         self.parameters: list[Tensor] = []

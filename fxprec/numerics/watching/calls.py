@@ -124,14 +124,9 @@ class KeptCall(SeenCall):
     """
 
     def __init__(
-        self,
-        number: int,
-        method: MethodName,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        buffers: dict[str, Tensor],
-        only_torch: bool,
-    ) -> None:
+        self, number: int, method: MethodName, args: tuple[Any, ...], kwargs: dict[str, Any],
+        buffers: dict[str, Tensor], only_torch: bool,
+    ) -> None:  # fmt: skip
         super().__init__(number)
         self.method = method
         self._args = [_Argument.of(f"inputs[{position}]", value) for position, value in enumerate(args)]

@@ -113,13 +113,9 @@ class Watcher:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        scaler: LossScaler | None,
-        on_finding: OnFinding,
+        self, model: nn.Module, optimizer: Optimizer | None, scaler: LossScaler | None, on_finding: OnFinding,
         wait: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         Problem.of(model, None, "watch")
         if scaler is not None and not isinstance(scaler, LossScaler):
             raise TypeError(f"scaler must be a fxprec.LossScaler or None, not a {type(scaler).__name__}")
