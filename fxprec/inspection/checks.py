@@ -122,8 +122,7 @@ def count_casts() -> Iterator[CastCount]:
     Counted is ``aten._to_copy`` between float dtypes; not what a kernel converts inside, and not a ``copy_`` to a
     tensor of another dtype, which is a write. Works for original, autocast and converted models alike.
     """
-    mode = _Counting()
-    with mode:
+    with _Counting() as mode:
         yield mode.count
 
 

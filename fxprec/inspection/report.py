@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,6 +56,7 @@ from fxprec.inspection.text import (
     columns,
     in_one,
     stacked,
+    table,
     titled,
     without_advice,
     without_figures,
@@ -204,6 +206,7 @@ class NodeTable(Printed):
     def __rich__(self) -> RenderableType:
         headline, graphs = self.report.headline, self.report.graphs
         names = ("node", "module", "op", "computes", "output", "rule", "why", "source")
+        cells = {name: attrgetter("compute" if name == "computes" else name) for name in names}
         parts: list[RenderableType] = []
         for number, graph in enumerate(graphs, 1):
             method = graph.method if headline.methods else ""
@@ -213,13 +216,9 @@ class NodeTable(Printed):
                 more = f", {left} more" if (left := len(graph.guarded) - _SHOWN) > 0 else ""
                 title += f"\nguarded: {', '.join(graph.guarded[:_SHOWN])}{more}"
             # Shadows and absorbed casts cost nothing in a call, and would hide what does.
-            rows = (
-                (row.node, row.module, row.op, row.compute, row.output, row.rule, row.why, row.source)
-                for row in graph.rows
-                if row.kind not in ("shadow", "absorbed")
-            )
+            rows = (row for row in graph.rows if row.kind not in ("shadow", "absorbed"))
             # A line a node is never wrapped, so that grep finds it.
-            parts.append(titled(title, columns(names, rows)))
+            parts.append(titled(title, table(cells, rows)))
             if graph.regions:
                 parts.append(titled("\nfused regions", columns(REGION_COLUMNS, map(region_cells, graph.regions))))
         return stacked(parts)

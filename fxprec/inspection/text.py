@@ -6,8 +6,8 @@ or quoted names only are joined: ``takes 10.4 to 16.6 us in float32``. rich is i
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import io
 import itertools
 import math
@@ -90,43 +90,38 @@ def _plain_data(value: Any) -> Any:
     return [*map(_plain_data, value)] if isinstance(value, tuple | list) else value
 
 
-@contextlib.contextmanager
-def _importing() -> Iterator[None]:
-    """Keep Python's random state: rich draws a number when it is imported, and the user's seed would give others."""
+@functools.cache
+def _rich() -> Any:
+    """Return rich, imported when something is printed first."""
+    # It draws a random number when it is imported: the user's seed would give others.
     state = random.getstate()
     try:
-        yield
+        import rich.console
+        import rich.table
+        import rich.text
     finally:
         random.setstate(state)
+    return rich
 
 
 def stacked(parts: Iterable[RenderableType]) -> RenderableType:
     """Stack parts, one below the other."""
-    with _importing():
-        from rich.console import Group
-
-    return Group(*parts)
+    return _rich().console.Group(*parts)
 
 
 def titled(title: str, *parts: RenderableType) -> RenderableType:
     """Put a bold line above parts."""
-    with _importing():
-        from rich.text import Text
-
-    return stacked([Text(title, style="bold"), *parts])
+    return stacked([_rich().text.Text(title, style="bold"), *parts])
 
 
 def columns(names: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
     """Lay out columns without a frame or rules between them, so that plain text stays plain."""
-    with _importing():
-        from rich.table import Table
-        from rich.text import Text
-
-    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(names), header_style="bold")
+    look = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0), "header_style": "bold"}
+    found = _rich().table.Table(show_header=any(names), **look)
     for name in names:
         found.add_column(name, overflow="fold", no_wrap=name in ("computes", "output", "rule"))
     for row in rows:
-        found.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+        found.add_row(*(_rich().text.Text(cell, style=_STYLES.get(cell, "")) for cell in row))
     return found
 
 
@@ -137,11 +132,8 @@ def table(cells: Mapping[str, Callable[[Any], str]], rows: Iterable[Any]) -> Ren
 
 def plain(renderable: object) -> str:
     """Return the text that rich would print, without colours and of a fixed width."""
-    with _importing():
-        from rich.console import Console
-
     file = io.StringIO()
-    Console(file=file, width=_WIDTH, color_system=None, force_terminal=False).print(renderable)
+    _rich().console.Console(file=file, width=_WIDTH, color_system=None, force_terminal=False).print(renderable)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))
 
 

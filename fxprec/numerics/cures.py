@@ -298,8 +298,8 @@ def shown(settings: Settings, tried: Tried) -> str:
         groups: dict[str, list[str]] = {}
         for kind, name in tried.chosen:
             groups.setdefault(kind, []).append(f'"{name}": torch.float32')
-        texts = {kind: ", ".join(names) for kind, names in groups.items()}
-        policy += f".override({', '.join(f'{kind}={{{names}}}' for kind, names in texts.items())})"
+        texts = (kind + "={" + ", ".join(names) + "}" for kind, names in groups.items())
+        policy += f".override({', '.join(texts)})"
     elif "policy" in tried.changed:
         level = tried.changed["policy"].level
         policy = f'fxprec.Policy.preset("{level}")'
