@@ -323,8 +323,7 @@ def _report(options: argparse.Namespace, waiting: Waiting) -> int:
     tell(options, found)
     if options.nodes and options.json != STDOUT:
         print(f"\n{found.nodes}")
-    if options.html is not None:
-        _write_page(options.html, found)
+    _write_page(options, lambda: found)
     status = 0
     # Every failing check is told, not only the first.
     for name in options.fail_on:
@@ -340,8 +339,7 @@ def _audit(options: argparse.Namespace, waiting: Waiting) -> int:
     how = {name: getattr(options, name) for name in ("gradients", "method", "routes", "savings")}
     found = audit(target.model, batches, target.loss, **how)
     tell(options, found)
-    if options.html is not None:
-        _write_page(options.html, report(target.model), ledger=found)
+    _write_page(options, lambda: report(target.model), ledger=found)
     return 0
 
 
@@ -360,11 +358,9 @@ def _locate(options: argparse.Namespace, waiting: Waiting) -> int:
 
 def _ranges(options: argparse.Namespace, waiting: Waiting) -> int:
     target = _target(options, waiting)
-    batches = waiting.count("batches", target.batches)
-    found = ranges(target.model, batches, target.loss, _scaler(options))
+    found = ranges(target.model, waiting.count("batches", target.batches), target.loss, _scaler(options))
     tell(options, found)
-    if options.html is not None:
-        _write_page(options.html, report(target.model), ranges=found)
+    _write_page(options, lambda: report(target.model), ranges=found)
     return 0
 
 
@@ -381,16 +377,18 @@ def _tune(options: argparse.Namespace, waiting: Waiting) -> int:
         # The page shows the model under the new policy; it has no graphs before a call.
         tuned = under(target.model, policy=found.policy)
         _capture(options, Target(tuned, target.batches, target.loss))
-        _write_page(options.html, report(tuned), before=report(target.model))
+        _write_page(options, lambda: report(tuned), before=report(target.model))
     if options.output is not None:
         options.output.write_text(found.to_toml(), encoding="utf-8")
         print(f"written to {options.output}", file=sys.stderr)
     return 0
 
 
-def _write_page(path: Path, found: Report, **measured: Any) -> None:
-    found.to_html(path, **measured)
-    print(f"written to {path}", file=sys.stderr)
+def _write_page(options: argparse.Namespace, found: Callable[[], Report], **measured: Any) -> None:
+    """Write the page that ``--html`` asks for; ``found`` is called where it does."""
+    if options.html is not None:
+        found().to_html(options.html, **measured)
+        print(f"written to {options.html}", file=sys.stderr)
 
 
 # -- the model of a command --------------------------------------------------------------------------------------------
@@ -566,9 +564,7 @@ def _cost_table(costs: DeviceCosts) -> str:
     rows: list[list[str]] = []
     for work in Work:
         curves = [of_work.get(work) for of_work in costs.curves.values()]
-        sizes = {size for curve in curves if curve is not None for size, _ in curve.points}
-        for size in sorted(sizes):
+        for size in sorted({size for curve in curves if curve is not None for size, _ in curve.points}):
             times = ["-" if curve is None else time_text(curve(size)) for curve in curves]
             rows.append([str(work), f"{size:.3g}", *times])
-    names = ("work", "size", *map(dtype_name, costs.curves))
-    return plain(titled(str(costs), columns(names, rows)))
+    return plain(titled(str(costs), columns(("work", "size", *map(dtype_name, costs.curves)), rows)))

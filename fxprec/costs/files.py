@@ -96,8 +96,7 @@ def _cpu(threads: int, units: BFloat16Units) -> dict[torch.dtype, dict[Work, Cur
         for dtype, of_work in _measured(f"{_FILE['other']}-{_THREADS[base]}").curves.items():
             curves[dtype] |= {work: curve for work, curve in of_work.items() if work in LOOPS}
     if units == "converted":
-        full = curves[torch.float32]
-        curves[torch.bfloat16] |= {work: full[work].faster(_EMULATED) for work in _PRODUCTS}
+        curves[torch.bfloat16] |= {work: curves[torch.float32][work].faster(_EMULATED) for work in _PRODUCTS}
         for work in _OTHER_WAYS:  # how these compare with torch's kernel there, nobody knows
             curves[torch.bfloat16].pop(work, None)
     # Only one and two threads were measured; each further one adds a little less than a whole.

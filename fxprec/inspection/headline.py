@@ -332,14 +332,12 @@ def _is_low(node: Node, low: torch.dtype) -> bool:
 
 def _added(number: float, low: torch.dtype) -> str:
     eps = torch.finfo(low).eps
-    lost = 0 < abs(number) < eps / 2
-    return f" gives back what it was added to beyond {4 * abs(number) / eps:.2g}" if lost else ""
+    return f" gives back what it was added to beyond {4 * abs(number) / eps:.2g}" if 0 < abs(number) < eps / 2 else ""
 
 
 def _multiplied(number: float, low: torch.dtype) -> str:
     # Neighbours are at least a relative eps / 2 apart: a change below a half of that is rounded away.
-    lost = 0 < abs(number - 1) < torch.finfo(low).eps / 4
-    return " gives back what it multiplies" if lost else ""
+    return " gives back what it multiplies" if 0 < abs(number - 1) < torch.finfo(low).eps / 4 else ""
 
 
 def _compared(number: float, low: torch.dtype) -> str:

@@ -131,8 +131,7 @@ def moves_data(op: str) -> bool:
 
 def computes(node: Node) -> str:
     """Return the dtype of a node's arithmetic; "-" where it has none."""
-    own = not is_inserted(node) and node.op != "placeholder"
-    return dtype_name(notes(node).precision.compute) if own else "-"
+    return dtype_name(notes(node).precision.compute) if not is_inserted(node) and node.op != "placeholder" else "-"
 
 
 def original(node: Node) -> str:

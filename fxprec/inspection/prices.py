@@ -137,8 +137,7 @@ class Prices:
         if self._costs is None:
             return None
         if graph not in self._of_graphs:
-            context = self._context
-            self._of_graphs[graph] = OpCosts.of(self._costs, context)
+            self._of_graphs[graph] = OpCosts.of(self._costs, self._context)
             self._of_graphs[graph].enter(graph)
         return self._of_graphs[graph]
 
@@ -214,6 +213,5 @@ def _is_weight(node: Node) -> bool:
 def _bytes(more: list[Node], fewer: list[Node], widened: list[Node], grows: bool) -> int | None:
     casts = [(each, CAST_BYTES) for each in more if not _is_weight(each)]
     casts += [(each, -CAST_BYTES) for each in fewer if not is_shadow(each)]
-    moved = [*casts, *((each, 2 if grows else -2) for each in widened)]
-    counts = [(elements(node), size) for node, size in moved]
+    counts = [(elements(node), size) for node, size in [*casts, *((each, 2 if grows else -2) for each in widened)]]
     return None if any(count is None for count, _ in counts) else sum((count or 0) * size for count, size in counts)

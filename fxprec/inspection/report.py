@@ -239,8 +239,7 @@ def report(model: nn.Module) -> Report:
     """
     conversion = conversion_of(model) if is_converted(model) else None
     graphs, sections, found = _sections(model, conversion)
-    held = weights(model, graphs, found)
-    return Report(_headline(model, conversion, graphs, held, sections), tuple(sections))
+    return Report(_headline(model, conversion, graphs, weights(model, graphs, found), sections), tuple(sections))
 
 
 def graph_reports(model: nn.Module) -> list[GraphReport]:

@@ -184,8 +184,7 @@ def _functions_in(file: str) -> dict[int, _Function]:
 
 def _names_in(code: CodeType) -> set[str]:
     """Return the names of attributes and globals in the bytecode of a function, and of functions within."""
-    inner = (_names_in(each) for each in code.co_consts if isinstance(each, CodeType))
-    return {*code.co_names}.union(*inner)
+    return {*code.co_names}.union(*(_names_in(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
 def _methods(cls: type) -> dict[str, FunctionType]:

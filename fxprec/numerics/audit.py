@@ -355,8 +355,7 @@ class _LedgerBuilder:
             own[operation.origin] = own.get(operation.origin, 0.0) + term.rounding
             explained += term.rounding + term.bend
             for argument, part in term.lacking.items():
-                lacking = self._lacking.setdefault(f"{operation.name} has no derivative in {argument}", [])
-                lacking.append(abs(part))
+                self._lacking.setdefault(f"{operation.name} has no derivative in {argument}", []).append(abs(part))
             if operation.why_inexact:
                 self._remarks[f"the reference runs {operation.why_inexact}: in the dtypes of the run"] = None
         # Roundings of different batches are as good as independent: their squares add up, they do not.

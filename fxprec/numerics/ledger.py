@@ -378,8 +378,7 @@ def with_savings(problem: Problem, ledger: Ledger, batches: Sequence[Batch], aud
             other = _signatures(trial.model)
             # Nodes that are the same in both models differ by chance: their squares are left out on both sides.
             same = {name for name in own if own[name] == other.get(name)}
-            gone = [_gone(one, two, same) for one, two in zip(before, after, strict=True)]
-            measured[names] = saved(start, gone)
+            measured[names] = saved(start, [_gone(one, two, same) for one, two in zip(before, after, strict=True)])
         except (FxprecError, ValueError):  # a node has another name where it is in FP32; an error that is not finite
             continue
     rows = [
@@ -437,8 +436,7 @@ def saved(start: Sequence[float], gone: Sequence[float]) -> tuple[float, float |
     whole, less, count = sum(start), sum(gone), len(start)
     if count < 2:
         return less / whole, None
-    pairs = zip(gone, start, strict=True)
-    without = [(less - own) / (whole - other) for own, other in pairs if whole > other]
+    without = [(less - own) / (whole - other) for own, other in zip(gone, start, strict=True) if whole > other]
     mean = sum(without) / len(without)
     return less / whole, math.sqrt((count - 1) / count * sum((each - mean) ** 2 for each in without))
 
@@ -491,5 +489,4 @@ def _override(row: Row, known: Mapping[tuple[int, str], Node], weights: Mapping[
         found = readers(node) if node.target in CASTS else [node]
     else:
         found = []
-    names = (node.name for node in found if not facts_of(notes(node).op.name).arrives)
-    return tuple(dict.fromkeys(names))
+    return tuple(dict.fromkeys(node.name for node in found if not facts_of(notes(node).op.name).arrives))

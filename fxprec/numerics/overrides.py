@@ -92,8 +92,7 @@ def in_fewer_lines(
             accept(tried[middle:])
 
     for candidates in _candidates([node for node in everywhere if node.name in nodes], modules):
-        agreeing = [(own, names) for own, names in candidates if len({nodes[name] for name in names}) == 1]
-        accept(agreeing)
+        accept([(own, names) for own, names in candidates if len({nodes[name] for name in names}) == 1])
     return words
 
 

@@ -156,8 +156,7 @@ class Tally:
                 infinite = exponents.pop() - nans  # the last value of the bits, which no number has
                 # Zeros have the exponent of subnormal numbers, and are counted apart.
                 exponents[0] -= zeros
-                bias = tallies[number]._layout.bias
-                known = {each - bias: count for each, count in enumerate(exponents) if count}
+                known = {each - tallies[number]._layout.bias: count for each, count in enumerate(exponents) if count}
                 found[number] = Magnitudes(known, zeros, infinite, nans, saturated, overflowed, smallest, largest)
         return [found[number] for number in range(len(tallies))]
 
@@ -525,8 +524,7 @@ def _too_small(forward: Sequence[Range]) -> list[str]:
     lost = [row for row in forward if row.flushed_in(torch.float16) > _LOST]
     if not lost:
         return []
-    share = percent(lost[0].flushed_in(torch.float16))
-    return [f"{share} of {_where(lost[0])} would be 0 in float16" + _more(lost)]
+    return [f"{percent(lost[0].flushed_in(torch.float16))} of {_where(lost[0])} would be 0 in float16" + _more(lost)]
 
 
 def _lost_gradients(backward: Sequence[Range], weights: Sequence[Range], scale: float, larger: float) -> list[str]:

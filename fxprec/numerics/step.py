@@ -377,8 +377,7 @@ def observed(model: nn.Module, run: Callable[[], R], make: Callable[[dict[str, n
 
 def _saturates(clamped: Tensor) -> bool:
     """Return whether the largest values that a clamp left are as large as float16's largest number."""
-    limit = torch.finfo(torch.float16).max
-    return is_finite(clamped) and clamped.numel() > 0 and float(clamped.abs().max()) >= limit
+    return is_finite(clamped) and clamped.numel() > 0 and float(clamped.abs().max()) >= torch.finfo(torch.float16).max
 
 
 def _is_mask(tensor: Tensor) -> bool:

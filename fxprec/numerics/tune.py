@@ -181,8 +181,7 @@ def _call_of(settings: Settings) -> str:
 
 def _settings_of(model: nn.Module) -> Settings:
     settings = conversion_of(model).settings
-    level = settings.policy.level
-    if level == "O3":
+    if settings.policy.level == "O3":
         raise ConversionError(
             "at level O3 the parameters themselves are low, and their FP32 values, with which tune compares, are gone: "
             "convert the FP32 model at O2, whose activations are low, too, and tune that; or keep ops in FP32 by "
@@ -336,8 +335,7 @@ class Study:
             if words and not policy.has_tables:
                 return None
             self.decided(policy)
-            found = (notes(node).precision for node in everywhere)
-            return [(each.reads, each.compute, each.output) for each in found]
+            return [(each.reads, each.compute, each.output) for each in (notes(node).precision for node in everywhere)]
 
         # Shorter words are good only if every node of every graph is decided as by the single lines.
         before = decisions({})

@@ -138,8 +138,7 @@ def _read(tensors: list[Tensor], norm: bool, scale: Tensor | None = None) -> tup
         # Extremes: a nan becomes both of them, and nothing overflows, as a sum may.
         extremes = [extreme for tensor in _side_by_side(tensors) for extreme in torch.aminmax(tensor)]
         return (~torch.isfinite(torch.stack(extremes)).all()).float(), None
-    wide = None if tensors[0].dtype is torch.float64 else torch.float32
-    square = _squares(tensors, wide, scale)
+    square = _squares(tensors, None if tensors[0].dtype is torch.float64 else torch.float32, scale)
     reads = not reading_waits(device)
     if reads and bool(torch.isfinite(square)):
         return torch.zeros(()), square
@@ -156,9 +155,7 @@ def _squares(tensors: list[Tensor], wide: torch.dtype | None, scale: Tensor | No
 
 def _share(owner: Any, ranks: Any) -> float:
     """Return the share of a gradient's squares that this rank adds to the sum over ``ranks``: 1 / replicas."""
-    dtensor = dtensor_type()
-    if not isinstance(owner, dtensor):
+    if not isinstance(owner, dtensor_type()):
         return 1 / ranks.size()
-    mesh = owner.device_mesh
-    sharded = [mesh.size(i) for i, placement in enumerate(owner.placements) if placement.is_shard()]
+    sharded = [owner.device_mesh.size(i) for i, placement in enumerate(owner.placements) if placement.is_shard()]
     return float(torch.tensor([1, *sharded]).prod()) / ranks.size()

@@ -231,8 +231,7 @@ class OnePass(Optimizer):
                 for name in self._state_names:
                     if state.get(name) is not None:
                         # In the parameter's memory order, which the kernels rely on.
-                        like = torch.zeros_like(owner, dtype=self._state_dtype(owner, group))
-                        state[name] = like.copy_(state[name])
+                        state[name] = torch.zeros_like(owner, dtype=self._state_dtype(owner, group)).copy_(state[name])
 
     def _update_by(self, lists: dict[str, list[Tensor]], formula: Formula, step: StepInputs) -> None:
         """Update the parameters of ``lists`` by a formula, each by the backend that serves it."""

@@ -47,8 +47,7 @@ class TorchUpdates:
         owners, group = part.owners, formula.group
         rounding = formula.of_parameters if is_low(part.lists["params"][0]) else None
         # Values that are rounded afterwards are not final: their shadows are copied at the end of the step.
-        final = rounding is None and formula.of_states is None
-        shadows = partial(step.copies.for_kernel, owners) if final else list
+        shadows = partial(step.copies.for_kernel, owners) if rounding is None and formula.of_states is None else list
         counted = "step" in part.lists
         counters = self._counters.of((id(group), *part.key), part.lists["step"]) if counted else []
         lr = group["lr"]

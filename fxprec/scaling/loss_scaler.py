@@ -246,8 +246,7 @@ class LossScaler(torch.amp.GradScaler):
         scale = self._scales.of(loss_id)
         # As torch: FP32 division can be imprecise for certain compile options.
         inverse = scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()
-        zero = torch.zeros_like(scale)
-        found = self._checks.unscale(records.spoiled, optimizer, inverse, zero, allow_fp16=False)
+        found = self._checks.unscale(records.spoiled, optimizer, inverse, torch.zeros_like(scale), allow_fp16=False)
         state.stage, state.delayed = OptState.UNSCALED, None
         state.record([loss_id], found)
         # Gradients of earlier losses are unscaled, too: now they may be added.
@@ -676,8 +675,7 @@ def make_scaler(argument: object, dtype: torch.dtype, level: str, device: str) -
 
 def _refuse_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise for a closure, which would run backward passes that nobody unscales; ``step(optimizer, None)`` is fine."""
-    closure = kwargs.get("closure", args[0] if args else None)
-    if callable(closure):
+    if callable(kwargs.get("closure", args[0] if args else None)):
         raise ClosureError(
             "Closure use is not currently supported if GradScaler is enabled: the closure's backward would leave "
             "scaled gradients to the optimizer. For one that evaluates once, call it first:\n"

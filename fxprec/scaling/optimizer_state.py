@@ -324,8 +324,7 @@ def add_back(kept: list[KeptGradient]) -> None:
     plain = [k for k in kept if k.values is k.gradient and type(k.gradient) is type(k.parameter.grad) is Tensor]
     plain = [k for k in plain if k.gradient.layout is torch.strided and k.parameter.grad is not k.gradient]
     if plain:
-        news = [k.parameter.grad for k in plain]
-        foreach_add_([k.gradient for k in plain], news)
+        foreach_add_([k.gradient for k in plain], [k.parameter.grad for k in plain])
         for k in plain:
             k.parameter.grad = k.gradient
     done = {id(k) for k in plain}

@@ -133,8 +133,7 @@ class Scales:
         # A static scale moves by factors of 1, which nobody can ask for.
         factors = factors if dynamic else (1.0, 1.0)
         self.rule = UpdateRule(*factors, interval, hysteresis, rule.consecutive, *bounds)
-        count = checked_count("num_losses", num_losses, 1)
-        self.losses = [LossScale(init_scale, 0, hysteresis) for _ in range(count)]
+        self.losses = [LossScale(init_scale, 0, hysteresis) for _ in range(checked_count("num_losses", num_losses, 1))]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state with numbers in place of tensors, which are made again on the first device that is seen."""

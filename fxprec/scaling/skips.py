@@ -190,8 +190,7 @@ class Skips:
     def _note_overflow(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         held = [(names[id(p)], local_values(p.grad)) for p in parameters_of(optimizer) if p.grad is not None]
         if held:  # not so on a rank that skips because others do
-            device = held[0][1].device
-            flags = torch.stack([torch.isfinite(g).all().to(device, non_blocking=True) for _, g in held])
+            flags = torch.stack([torch.isfinite(g).all().to(held[0][1].device, non_blocking=True) for _, g in held])
             self._overflow.append(([name for name, _ in held], ~flags))
         self._noted_at = self.count
 

@@ -202,8 +202,7 @@ class Attribution(OpMode):
                 known = replace(known, source=_user_source())  # its backward is the user's code
             return replace(known, backward=True)
         else:
-            op = function.name().partition("::")[2].partition(".")[0]
-            origin = OpOrigin("outside", op, source=_user_source())
+            origin = OpOrigin("outside", function.name().partition("::")[2].partition(".")[0], source=_user_source())
         if torch.is_grad_enabled():  # the function of its backward was made just before, if it has one
             self._by_sequence.setdefault(sequence_number() - 1, origin)
         return origin

@@ -219,8 +219,7 @@ def _output(*given: Any) -> Tensor:
 def _gradients(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
-    p = _attend(query, key, value, mask, causal, scale)[1]
-    return plain_gradients(grad, query, key, value, p, scale)
+    return plain_gradients(grad, query, key, value, _attend(query, key, value, mask, causal, scale)[1], scale)
 
 
 def _torchs(
@@ -284,8 +283,7 @@ def _dtype(read: Sequence[Tensor]) -> torch.dtype:
 
 def _stored(value: Tensor, store: Store, spec: Spec, layout: Layout) -> Tensor:
     """Return rows x columns as the tensor that the kernel stores: smaller where all along a dimension are the same."""
-    whole = value.expand(layout.rows, layout.columns if store.columns else 1)
-    shaped = layout.torch_shaped(whole, store.columns)
+    shaped = layout.torch_shaped(value.expand(layout.rows, layout.columns if store.columns else 1), store.columns)
     padded = spec.shape + (1,) * spec.dropped
     for dimension, size in enumerate(padded, shaped.dim() - len(padded)):
         if size == 1:

@@ -57,8 +57,7 @@ class Fixed:
         self._numbers = self._numbers_now()
         # Tables of multi-tensor launches, which the optimizer may replace; graphs of the model, which it may drop.
         plans = getattr(self._optimizer, "_plans", None)
-        graphs = [[*each.captured] for each in self._conversions]
-        self._kept = held, None if plans is None else plans.kept(), graphs
+        self._kept = held, None if plans is None else plans.kept(), [[*each.captured] for each in self._conversions]
 
     def changed(self) -> str | None:
         """Return what is no longer so, in a few words; None where the graph can be replayed."""

@@ -539,8 +539,7 @@ class Watched:
         """Tell the watchers that a replay was launched."""
         if step is not None:
             for watcher, recording in self._pairs:
-                again = functools.partial(step.run_again, watcher)
-                watcher.replayed(recording, self._iteration.optimizer, again)
+                watcher.replayed(recording, self._iteration.optimizer, functools.partial(step.run_again, watcher))
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,13 @@ def refuse_ungraphable(iteration: Iteration) -> None:
             f"the step of this {name} was replaced (a wrapper counts or watches it), and a graph does not call it: "
             "capture the optimizer as it was made"
         )
-    _refuse_unborn_state(optimizer)
+    # Adam and SGD begin with states of zeros; another first step, which differs, would be repeated by every replay.
+    unborn = any(p.requires_grad and not optimizer.state.get(p) for p in parameters_of(optimizer))
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):
+        if unborn:
+            raise CaptureError(f"{name} makes its state in its first step: take one step before capture_step")
+    elif any(group.get("dampening") and group["momentum"] for group in optimizer.param_groups) and unborn:
+        raise CaptureError(f"the first step of {name} with dampening is unlike the others: take it before capture_step")
 
 
 @contextmanager
@@ -162,18 +168,6 @@ def buffers_in_place(iteration: Iteration) -> Iterator[None]:
                 f"the step replaces the buffer {where}, and a graph reads and writes where it was: write its values "
                 f"in place, self.{name}.copy_(...)"
             )
-
-
-def _refuse_unborn_state(optimizer: Optimizer) -> None:
-    """Refuse optimizers whose first step is unlike the others; Adam and SGD begin with states of zeros."""
-    # A first step that differs would be repeated by every replay.
-    unborn = any(p.requires_grad and not optimizer.state.get(p) for p in parameters_of(optimizer))
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):
-        if unborn:
-            raise CaptureError(f"{name} makes its state in its first step: take one step before capture_step")
-    elif any(group.get("dampening") and group["momentum"] for group in optimizer.param_groups) and unborn:
-        raise CaptureError(f"the first step of {name} with dampening is unlike the others: take it before capture_step")
 
 
 def _all(optimizer: Optimizer, option: str) -> bool:

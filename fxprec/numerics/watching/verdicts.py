@@ -50,8 +50,7 @@ class Numbers:
         here = [each.to(device, non_blocking=True) for each in (*largest, *found)]
         values = torch.stack(here) if here else torch.zeros(0, device=device)
         # Flags and sums of them must stay exact once numbers are appended.
-        low = values.dtype in LOW_DTYPES
-        return cls(values.float() if low else values, len(largest), len(found))
+        return cls(values.float() if values.dtype in LOW_DTYPES else values, len(largest), len(found))
 
     def and_more(self, ranks: Tensor | None, scale: Tensor | None) -> Numbers:
         """Return them with what all ranks found, or the scale, if there is either."""
