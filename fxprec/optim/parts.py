@@ -274,13 +274,9 @@ def parts_of(lists: dict[str, list[Tensor]], compiled: bool = False, stochastic:
     for (*_, kernel), chosen in split.items():
         whole = len(split) == 1
         # One part holds the lists themselves: copies of hundreds of entries take time at every step.
-        part = held if whole else _taken(held, chosen)
+        part = held if whole else {name: [tensors[i] for i in chosen] for name, tensors in held.items()}
         part_owners = owners if whole else [owners[i] for i in chosen]
         yield UpdatePart(part, part_owners, kernel)
-
-
-def _taken(lists: dict[str, list[Tensor]], chosen: Sequence[int]) -> dict[str, list[Tensor]]:
-    return {name: [tensors[i] for i in chosen] for name, tensors in lists.items()}
 
 
 def _split(

@@ -51,11 +51,23 @@ class ShadowCopies:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._finish()
-        else:
+        if kind is not None:
             for store in self._stores:
                 store.note_stepping(self._owners)
+            return
+        # Shadows that no kernel wrote are copied, and the stores are told.
+        for store, owners, shadows in self._by_store:
+            written = [s for p, s in zip(owners, shadows, strict=True) if self._in_kernel.get(id(p)) is s]
+            targets, sources = shadows, owners
+            if written:
+                copies = [(s, p) for p, s in zip(owners, shadows, strict=True) if self._in_kernel.get(id(p)) is not s]
+                targets, sources = [s for s, _ in copies], [p for _, p in copies]
+            if targets:
+                foreach_copy_(targets, sources)
+            # Autograd reports a step between forward and backward by versions, and a kernel bumps none.
+            if written:
+                torch.autograd.graph.increment_version(written)
+            store.note_written(owners)
 
     def for_kernel(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """Return one shadow of each parameter for the kernel to write; those of other models are copied at the end."""
@@ -69,21 +81,6 @@ class ShadowCopies:
             (id(p), shadow) for p, shadow in zip(parameters, chosen, strict=True) if shadow is not None
         )
         return chosen
-
-    def _finish(self) -> None:
-        """Copy the shadows that no kernel wrote, and tell the stores."""
-        for store, owners, shadows in self._by_store:
-            written = [s for p, s in zip(owners, shadows, strict=True) if self._in_kernel.get(id(p)) is s]
-            targets, sources = shadows, owners
-            if written:
-                copies = [(s, p) for p, s in zip(owners, shadows, strict=True) if self._in_kernel.get(id(p)) is not s]
-                targets, sources = [s for s, _ in copies], [p for _, p in copies]
-            if targets:
-                foreach_copy_(targets, sources)
-            # Autograd reports a step between forward and backward by versions, and a kernel bumps none.
-            if written:
-                torch.autograd.graph.increment_version(written)
-            store.note_written(owners)
 
 
 def checked_low_gradients(argument: Any) -> str | None:

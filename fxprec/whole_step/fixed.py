@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from fxprec.scaling.gradients import parameters_of
 from fxprec.shadows import ShadowStore, stores
 from fxprec.torch_internals import backward_hooks_of, late_hooks_of, step_hooks
-from fxprec.whole_step.iteration import Iteration, scale_rule, scale_tensors
+from fxprec.whole_step.iteration import Iteration, scale_tensors
 
 _DICTS: Final = (dict, OrderedDict, defaultdict)
 _SEQUENCES: Final = (list, set, deque)
@@ -98,7 +98,9 @@ class Fixed:
             if name != "lr" and name in group
         }
         numbers["max_norm of the optimizer"] = getattr(optimizer, "max_norm", None)
-        numbers["growth or backoff of the scaler"] = scale_rule(self._scaler)
+        scaler = self._scaler
+        moves = scaler.get_growth_factor, scaler.get_backoff_factor, scaler.get_growth_interval
+        numbers["growth or backoff of the scaler"] = [float(get()) for get in moves] if scaler.is_enabled() else None
         # What surrounds the call is baked into the kernels of the capture.
         autocast = torch.is_autocast_enabled(self._device)
         numbers["torch.autocast around the step"] = autocast and torch.get_autocast_dtype(self._device)
@@ -227,9 +229,6 @@ class _Link:
     marks: list[object]
     read: bool
 
-    def same(self) -> bool:
-        return all(map(operator.is_, self.store.marks_of(self.weights), self.marks))
-
 
 class ShadowLinks:
     """Shadows that a step concerns: those its forward reads, and all those of weights that it changes."""
@@ -251,7 +250,7 @@ class ShadowLinks:
 
     def same(self) -> bool:
         """Return whether the shadows are still those that the graph reads and writes."""
-        return all(link.same() for link in self._links)
+        return all(all(map(operator.is_, link.store.marks_of(link.weights), link.marks)) for link in self._links)
 
     def before(self) -> None:
         """Copy changed weights to their shadows before a replay, where the graph itself does not."""

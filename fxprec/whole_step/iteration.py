@@ -340,13 +340,6 @@ def scale_tensors(scaler: GradScaler) -> list[Tensor]:
     return [tensor for loss in losses for name in names if (tensor := getattr(loss, name)) is not None]
 
 
-def scale_rule(scaler: GradScaler) -> tuple[float, ...] | None:
-    """Return how the scale moves, as numbers that a graph holds; None for a disabled scaler."""
-    if not scaler.is_enabled():
-        return None
-    return scaler.get_growth_factor(), scaler.get_backoff_factor(), float(scaler.get_growth_interval())
-
-
 def refuse_open_iteration(scaler: GradScaler) -> None:
     """Raise a RuntimeError if something was scaled, unscaled or stepped since the last update.
 

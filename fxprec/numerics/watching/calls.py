@@ -81,33 +81,6 @@ def floats(output: Any) -> Sequence[Tensor]:
     return [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
 
 
-@dataclass(frozen=True, slots=True)
-class _Argument:
-    """Argument of a call, in parts; tensors without their history. ``wanted``: which of them want a gradient."""
-
-    name: str
-    parts: list[Any]
-    spec: Any
-    wanted: list[bool]
-
-    @classmethod
-    def of(cls, name: str, value: Any) -> _Argument:
-        parts, spec = tree_flatten(value)
-        wanted = [isinstance(part, Tensor) and part.requires_grad for part in parts]
-        return cls(name, [part.detach() if isinstance(part, Tensor) else part for part in parts], spec, wanted)
-
-    def value(self) -> Any:
-        """Return the argument as it was given."""
-        parts = [
-            part.detach().requires_grad_() if wants else part
-            for part, wants in zip(self.parts, self.wanted, strict=True)
-        ]
-        return tree_unflatten(parts, self.spec)
-
-    def tensors(self) -> Iterator[Tensor]:
-        return (leaf for leaf in leaves_of(self.parts) if isinstance(leaf, Tensor))
-
-
 class KeptCall(SeenCall):
     """Watched call with what a replay needs, from before it runs.
 
@@ -129,9 +102,13 @@ class KeptCall(SeenCall):
     ) -> None:  # fmt: skip
         super().__init__(number)
         self.method = method
-        self._args = [_Argument.of(f"inputs[{position}]", value) for position, value in enumerate(args)]
-        self._kwargs = {name: _Argument.of(f"inputs[{name!r}]", value) for name, value in kwargs.items()}
-        self._versions = [(each.name, t, _version(t)) for each in self._arguments() for t in each.tensors()]
+        # Tensors without their history, and whether each of them wants a gradient.
+        parts, self._spec = tree_flatten((args, kwargs))
+        self._parts = [part.detach() if isinstance(part, Tensor) else part for part in parts]
+        self._wanted = [isinstance(part, Tensor) and part.requires_grad for part in parts]
+        leaves = ((name, leaf) for name, value in (*enumerate(args), *kwargs.items()) for leaf in leaves_of(value))
+        self._inputs = [(f"inputs[{name!r}]", leaf.detach()) for name, leaf in leaves if isinstance(leaf, Tensor)]
+        self._versions = [_version(tensor) for _, tensor in self._inputs]
         # Dropout has to draw in the replay what it drew in the call.
         self._random = RandomState(only_torch)
         self.buffers = buffers
@@ -152,7 +129,8 @@ class KeptCall(SeenCall):
 
     def changed(self) -> str | None:
         """Return the first argument that was written to since; None where all are as they were."""
-        return next((name for name, tensor, version in self._versions if _version(tensor) != version), None)
+        pairs = zip(self._inputs, self._versions, strict=True)
+        return next((name for (name, tensor), version in pairs if _version(tensor) != version), None)
 
     def keep_what_came_from_outside(self, model: nn.Module) -> None:
         """Take from the gradients what came through other outputs, as a backward in a replay makes that anew.
@@ -180,22 +158,19 @@ class KeptCall(SeenCall):
         self._from_outside = True
 
     def outputs(self, model: nn.Module) -> Sequence[Tensor]:
-        """Run the call again on a model, or on a copy, and return the outputs that a gradient may come to."""
-        self.prepare(model)
-        args, kwargs = self.arguments()
-        return floats(getattr(model.get_submodule(self.method.path), self.method.name)(*args, **kwargs))
+        """Run the call again on a model, or on a copy, and return the outputs that a gradient may come to.
 
-    def prepare(self, model: nn.Module) -> None:
-        """Set buffers of the model, or of a copy, and random numbers as they were before the call."""
+        Its buffers, and random numbers, are those of before the call.
+        """
         self._random.restore()
         buffers = dict(model.named_buffers(remove_duplicate=False))
         with torch.no_grad():
             for path, value in zip(self.buffers, self._values, strict=True):
                 buffers[path].copy_(value)
-
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments as they were given."""
-        return tuple(each.value() for each in self._args), {name: each.value() for name, each in self._kwargs.items()}
+        pairs = zip(self._parts, self._wanted, strict=True)
+        parts = [part.detach().requires_grad_() if wants else part for part, wants in pairs]
+        args, kwargs = tree_unflatten(parts, self._spec)
+        return floats(getattr(model.get_submodule(self.method.path), self.method.name)(*args, **kwargs))
 
     def mend_buffers(self) -> list[str]:
         """Give buffers that became inf or nan in the call their values of before; return their paths."""
@@ -209,15 +184,10 @@ class KeptCall(SeenCall):
 
     def brought(self) -> Iterator[tuple[Tensor, Source]]:
         """Yield what came in: arguments, and the gradients of outputs."""
-        for argument in self._arguments():
-            for tensor in argument.tensors():
-                yield tensor, Source("input", argument.name)
+        yield from ((tensor, Source("input", name)) for name, tensor in self._inputs)
         for number, gradients in self.gradients.items():
             for gradient in gradients:
                 yield gradient, Source("loss", f"the gradient of outputs[{number}]")
-
-    def _arguments(self) -> list[_Argument]:
-        return [*self._args, *self._kwargs.values()]
 
 
 @dataclass(frozen=True, slots=True)
