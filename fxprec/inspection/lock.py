@@ -124,8 +124,7 @@ class Locked:
         for heading, names in itertools.groupby(self.dtypes, key=lambda name: name.heading):
             yield heading
             for dtype, group in _folded((self.dtypes[name], name) for name in names):
-                for path in unfold(fold(group[0].module), [numbers_of(name.module) for name in group]):
-                    yield f"  {dtype:20}  {Name(heading, path, group[0].node)}"
+                yield from (f"  {dtype:20}  {name}" for name in _few_names(group))
 
 
 def _nodes(graph: GraphReport) -> Iterator[tuple[Name, str, str]]:
@@ -158,16 +157,12 @@ def _source(row: NodeRow, nodes: Mapping[str, str]) -> str:
 
 def _paths(module: str) -> list[str]:
     """Return the paths that a folded one means."""
-    parts = [_expanded(part) if _NUMBERS.fullmatch(part) else [part] for part in module.split(".")]
+    parts: list[list[str]] = []
+    for part in module.split("."):
+        ends = [each.partition("-") for each in part.split(",")] if _NUMBERS.fullmatch(part) else []
+        numbers = [number for first, _, last in ends for number in range(int(first), int(last or first) + 1)]
+        parts.append([*map(str, numbers)] or [part])
     return [".".join(path) for path in itertools.product(*parts)]
-
-
-def _expanded(ranges: str) -> list[str]:
-    found = []
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        found += [str(number) for number in range(int(first), int(last or first) + 1)]
-    return found
 
 
 def _folded(names: Iterable[tuple[_Texts, Name]]) -> list[tuple[_Texts, list[Name]]]:
@@ -177,6 +172,13 @@ def _folded(names: Iterable[tuple[_Texts, Name]]) -> list[tuple[_Texts, list[Nam
     for texts, name in names:
         groups.setdefault((texts, name.heading, fold(name.module), name.node), []).append(name)
     return [(key[0], group) for key, group in groups.items()]
+
+
+def _few_names(group: list[Name]) -> Iterator[Name]:
+    """Yield few names for a group of repeated layers: ``blocks.0-11.fc``."""
+    first = group[0]
+    for path in unfold(fold(first.module), [numbers_of(name.module) for name in group]):
+        yield Name(first.heading, path, first.node)
 
 
 def file_text(models: Mapping[str, Locked], torch_version: str) -> str:
@@ -219,11 +221,9 @@ def review(before: Locked, after: Locked) -> list[str]:
         if group[0].heading != heading:
             heading = group[0].heading
             found.append(heading)
-        for path in unfold(fold(group[0].module), [numbers_of(name.module) for name in group]):
-            name = Name(heading, path, group[0].node)
-            found.append(
-                f"  {name}: {old}, now {new}" if old and new else f"  {'+' if new else '-'} {name}: {new or old}"
-            )
+        for name in _few_names(group):
+            sign = "+" if new else "-"
+            found.append(f"  {name}: {old}, now {new}" if old and new else f"  {sign} {name}: {new or old}")
         if group[0] in after.why:
             found.append(f"      {after.why[group[0]]}")
     return found

@@ -25,7 +25,7 @@ Source of attention's formulas: Dao et al., "FlashAttention", NeurIPS 2022, appe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,15 +36,12 @@ from fxprec.kernels.cpu.attention import plain_gradients, scores
 from fxprec.kernels.cpu.attention_products import in_blocks, out_of_blocks
 from fxprec.kernels.nn import max_pool
 from fxprec.kernels.nn.cross_entropy_reference import count_targets, reference
+from fxprec.kernels.rows.program.layout import Layout, Spec
+from fxprec.kernels.rows.program.row_program import Store
 from fxprec.kernels.rows.run.evaluate import evaluate, evaluated_backward
 from fxprec.kernels.rows.run.plan import plan_of
 from fxprec.passes.torch_internals import schema_of
 from fxprec.torch_internals import aten_flash_attention_for_cpu
-
-if TYPE_CHECKING:
-    from fxprec.kernels.rows.program.layout import Layout, Spec
-    from fxprec.kernels.rows.program.row_program import Store
-
 
 _aten = torch.ops.aten
 

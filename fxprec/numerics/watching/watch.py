@@ -364,11 +364,9 @@ class Watcher:
 
     def _look_at_weights(self, quiet: bool = False) -> None:
         """Look at weights that the last step wrote, which no call has read yet."""
-        name, _ = next(self._writes.newly_bad(), (None, None)) if self._armed and not self._in_a_row else (None, None)
-        if name is None:
-            return
+        bad = next(self._writes.newly_bad(), None) if self._armed and not self._in_a_row else None
         # Only an optimizer's write is news: other code's is the user's own doing, and may be meant.
-        found = self._writes.explained(name, "")
+        found = None if bad is None else self._writes.explained(bad[0], "")
         if isinstance(found, Finding) and found.step is not None and str(found) not in map(str, self.findings):
             self.trips.append(Trip(found.step, None, 0, self._verdicts.rank, found))
             self._tell(self.trips[-1], quiet)
