@@ -230,12 +230,10 @@ class _Bench:
         """Measure all sizes, and once more those that cannot be right."""
         self.best = {dtype: {} for dtype in dtypes}
         waiting = list(dtypes)
-        for position in range(len(self._cases)):
+        for position, case in enumerate(self._cases):
             self._measure(position, waiting)
             # Sizes rise: a dtype that is slow already is not measured at larger ones.
-            waiting = [
-                dtype for dtype in waiting if self.best[dtype][position] * self._cases[position].calls < _LONGEST
-            ]
+            waiting = [dtype for dtype in waiting if self.best[dtype][position] * case.calls < _LONGEST]
         for _ in range(_AGAIN if self._budget else 0):
             for position, of_position in self.disturbed().items():
                 self._measure(position, of_position)

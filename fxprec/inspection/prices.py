@@ -111,9 +111,8 @@ class Prices:
         moved = [source for source in dict.fromkeys(node.all_input_nodes) if notes(source).precision.output is current]
         # An op that follows is moved along: its traffic changes as well, though its rule does not.
         takers = [user for user in node.users if not is_inserted(user) and not _wants_other(user, other)]
-        moved += [node] * (
-            1 + len([user for user in takers if user.op != "output" and not facts_of(notes(user).op.name).view])
-        )
+        takers = [user for user in takers if user.op != "output" and not facts_of(notes(user).op.name).view]
+        moved += [node] * (1 + len(takers))
         return Alternative(
             dtype_name(other),
             len([each for each in more if not _is_weight(each)]) - len([each for each in fewer if not is_shadow(each)]),

@@ -174,12 +174,10 @@ class Report(Printed):
     def _repr_html_(self) -> str:
         return framed(self._page())
 
-    def _page(
-        self, ledger: Measured | None = None, ranges: Measured | None = None, before: Report | None = None
-    ) -> str:
+    def _page(self, ledger: Measured | None = None, ranges: Measured | None = None, old: Report | None = None) -> str:
         data = self.to_dict()
         more = add_measured(data["graphs"], self.subject, ledger, ranges)
-        return render(data, [*self.headline.lines(), *more], before and before.to_dict())
+        return render(data, [*self.headline.lines(), *more], old and old.to_dict())
 
     @property
     def subject(self) -> Subject:

@@ -260,9 +260,7 @@ def _along_signs(recorder: OpRecorder, places: list[TensorPlace], seed: int) -> 
     """Return random signs as weights for the values' errors, drawn from a seed, not the global generator."""
     dtype, generator = recorder.memory.reference, torch.Generator().manual_seed(seed)
     # Drawn on the CPU: devices draw other numbers for one seed, and an audit would differ from device to device.
-    drawn = [
-        torch.randint(2, place.size, generator=generator).to(recorder.memory.low(place).device) for place in places
-    ]
+    drawn = [torch.randint(2, p.size, generator=generator).to(recorder.memory.low(p).device) for p in places]
     return [(place, (2 * each - 1).to(dtype)) for place, each in zip(places, drawn, strict=True)]
 
 
@@ -282,9 +280,7 @@ class _Entry:
 class _LedgerBuilder:
     """Ledger in the making: rows that grow while batches come in; ``reads`` and ``signs`` as of ``ledger_of``."""
 
-    def __init__(
-        self, model: nn.Module, prices: Prices, gradients: bool, reads: InputErrors | None, signs: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, prices: Prices, gradients: bool, reads: InputErrors | None, signs: bool):
         self._model, self._prices, self._gradients, self._reads, self._signs = model, prices, gradients, reads, signs
         self.target: Literal["loss", "outputs"] = "loss"
         self._entries: dict[OpOrigin, _Entry] = {}

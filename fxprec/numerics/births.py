@@ -134,20 +134,18 @@ class OpCall:
         self.leaves = leaves
         self._found: list[Any] | None = None
 
-    def ends(
-        self, inherited: Sequence[tuple[Tensor, Birth]], made: Sequence[Tensor], results: Sequence[Tensor]
-    ) -> bool:
+    def ends(self, read: Sequence[tuple[Tensor, Birth]], made: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
         """Tell whether something finite came of what is not: all of it, the indices of it, or some elements.
 
         Args:
-            inherited: what it read that is not finite.
+            read: what it read that is not finite.
             made: of its float ``results`` those that are no views.
         """
         if not made and results:
             return False
         if any(not is_float(result) for result in self._results) or all(map(is_finite, results)):
             return True
-        elements = [(value, result) for value, _ in inherited for result in made if value.shape == result.shape]
+        elements = [(value, result) for value, _ in read for result in made if value.shape == result.shape]
         if torch.Tag.pointwise not in self.function.tags:
             return False
         return any(bool((~value.isfinite() & result.isfinite()).any()) for value, result in elements)

@@ -510,14 +510,13 @@ def _too_large(forward: Sequence[Range]) -> list[str]:
     over = [row for row in forward if row.values.overflowed]
     if over:
         return [f"{_where(over[0])} overflows" + _more(over)]
-    beyond = sorted(
-        (row for row in forward if row.values.largest > _F16.max / 2**_ROOM), key=lambda row: -row.values.largest
-    )
+    beyond = [row for row in forward if row.values.largest > _F16.max / 2**_ROOM]
     if not beyond:
         return []
-    largest = beyond[0].values.largest
+    worst = max(beyond, key=lambda row: row.values.largest)
+    largest = worst.values.largest
     left = "beyond" if largest > _F16.max else f"less than {_ROOM} bit below"
-    return [f"{_where(beyond[0])} reaches {largest:.3g}, {left} float16's {_F16.max:g}" + _more(beyond)]
+    return [f"{_where(worst)} reaches {largest:.3g}, {left} float16's {_F16.max:g}" + _more(beyond)]
 
 
 def _too_small(forward: Sequence[Range]) -> list[str]:

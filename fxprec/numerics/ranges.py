@@ -207,20 +207,17 @@ def _row(origin: OpOrigin, dtype: torch.dtype, values: Magnitudes) -> Range:
     elif node is not None:
         module, op, region = module_path(node), op_name(node), notes(node).region
     phase: Literal["forward", "backward"] = "backward" if origin.backward else "forward"
-    return Range(
-        origin.name, origin.kind, origin.graph, phase, module, op, dtype_name(dtype), line_of(origin), region, values
-    )
+    where = origin.name, origin.kind, origin.graph
+    return Range(*where, phase, module, op, dtype_name(dtype), line_of(origin), region, values)
 
 
 def _with_wide(rows: list[Range], seen: list[Range]) -> list[Range]:
     """Return rows with the values of the same place in bfloat16, where one place alone has the name."""
     # Two places of one name could be paired wrongly, and a wrong "flushed" is worse than none.
     places = Counter(map(_place, seen))
-    by_place = {_place(row): row.values for row in seen}
+    known = {_place(row): row.values for row in seen}
     times = Counter(map(_place, rows))
-    return [
-        replace(row, wide=by_place[place]) if places[place := _place(row)] == times[place] == 1 else row for row in rows
-    ]
+    return [replace(row, wide=known[at]) if places[at := _place(row)] == times[at] == 1 else row for row in rows]
 
 
 def _low_in_float16(seen: list[Range], narrow: list[Range]) -> list[Range]:

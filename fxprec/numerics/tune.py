@@ -292,9 +292,8 @@ class Study:
                 raise ledger
             low_graphs = [captured.gm for captured in conversion_of(trial).captured]
             squares, constant = _squares(ledger, low_graphs, graphs, trade)
-            trade = TradeOff(
-                graphs, replace(context, policy=policy), squares, _squares_of_reads(ledger, reads, graphs, trade)
-            )
+            of_reads = _squares_of_reads(ledger, reads, graphs, trade)
+            trade = TradeOff(graphs, replace(context, policy=policy), squares, of_reads)
             modules = frozenset(name for name, _ in problem.model.named_modules())
             return cls(graphs, context, settings.lower, trade, constant, tuple(in_fp32), modules)
 

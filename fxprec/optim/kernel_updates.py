@@ -184,9 +184,8 @@ def _run(function: Callable[..., None], lists: Lists) -> None:
     before = accumulate((-(-size // _CHUNK) for size in sizes), initial=0)
     # All parameters of a loop have a shadow, or none has: its dtype is part of the source.
     there = [(lists.get(name) or [None])[0] is not None for name in _NAMES]
-    addresses = [
-        map(Tensor.data_ptr, lists[name]) if has else repeat(0) for name, has in zip(_NAMES, there, strict=True)
-    ]
+    known = zip(_NAMES, there, strict=True)
+    addresses = [map(Tensor.data_ptr, lists[name]) if has else repeat(0) for name, has in known]
     # ``before`` has one number more: ``sizes`` ends the zip.
     numbers = [*chain.from_iterable(zip(*addresses, sizes, before, strict=False))]
     function((ctypes.c_int64 * len(numbers))(*numbers), len(sizes), torch.get_num_threads())

@@ -94,11 +94,10 @@ class Rounding:
             raise RuntimeError("stochastic_rounding draws other bits at each step, which a CUDA graph cannot")
         else:
             counts = [self.count] * len(owners)
+        places = self.places_of(owners)
         for number, name in enumerate(targets):
             number = _PARAMETER if name == "params" else number
-            for target, value, place, count in zip(
-                targets[name], values[name], self.places_of(owners), counts, strict=True
-            ):
+            for target, value, place, count in zip(targets[name], values[name], places, counts, strict=True):
                 if target is not value:  # a state that is FP32 is written already
                     offset = rounding_offset(count, place, number)
                     target.copy_(stochastic_round(value.float(), self.seed, offset, target.dtype))

@@ -77,9 +77,7 @@ class ShadowCopies:
         _, owners, shadows = self._by_store[0]
         known = dict(zip(map(id, owners), shadows, strict=True))
         chosen = [known.get(id(p)) for p in parameters]
-        self._in_kernel.update(
-            (id(p), shadow) for p, shadow in zip(parameters, chosen, strict=True) if shadow is not None
-        )
+        self._in_kernel |= {id(p): shadow for p, shadow in zip(parameters, chosen, strict=True) if shadow is not None}
         return chosen
 
 

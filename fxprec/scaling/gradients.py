@@ -44,6 +44,8 @@ from fxprec.torch_internals import amp_unscale_, late_hooks_of, root_mesh, spars
 Grouped = dict[tuple[torch.device, torch.dtype], list[Tensor]]
 #: device -> 0-dim FP32, above 0 where a gradient on it holds inf or nan.
 Flags = dict[torch.device, Tensor]
+#: Id of a parameter -> the optimizer that unscaled its gradient.
+Claims = dict[int, weakref.ref[Optimizer]]
 #: An optimizer -> id of each of its parameters -> its name.
 NamesOf = Callable[[Optimizer], dict[int, str]]
 
@@ -305,7 +307,7 @@ class SpoiledGradients:
     """
 
     def __init__(self) -> None:
-        self.claimed: dict[int, weakref.ref[Optimizer]] = {}
+        self.claimed: Claims = {}
         self._scale: Tensor | None = None
         self._settled: dict[int, _Seen] = {}
         self._left: list[tuple[weakref.ref[Optimizer], _Seen]] = []
@@ -395,7 +397,7 @@ class SpoiledGradients:
         self._mixed = {id_: weakref.ref(g) for id_, g in held if g is not None and holds_any(g)}
 
 
-def claim(optimizer: Optimizer, claimed: dict[int, weakref.ref[Optimizer]]) -> None:
+def claim(optimizer: Optimizer, claimed: Claims) -> None:
     """Note in ``claimed`` that the optimizer's gradients are unscaled."""
     reference = weakref.ref(optimizer)
     for group in optimizer.param_groups:
@@ -418,9 +420,7 @@ class GradientChecks:
     process_group: Any
     names_of: NamesOf
 
-    def refuse(
-        self, spoiled: SpoiledGradients, optimizer: Optimizer, claimed: dict[int, weakref.ref[Optimizer]]
-    ) -> None:
+    def refuse(self, spoiled: SpoiledGradients, optimizer: Optimizer, claimed: Claims) -> None:
         """Raise all that ``unscale_`` would raise for the gradients. ``claimed``: by the optimizers before."""
         spoiled.refuse(optimizer, self.names_of, claimed)
         refuse_dtypes(optimizer, self.fp16_gradients, self.names_of)

@@ -87,17 +87,15 @@ class LossScale:
 
     def update(self, found_inf: Tensor, rule: UpdateRule) -> None:
         """Move the scale in place. ``found_inf``: 0-dim FP32 on the scale's device, above 0 after an overflow."""
-        scale, growth_tracker, left = self.scale, self.growth_tracker, self.hysteresis_left
-        assert scale is not None and growth_tracker is not None and left is not None, "updated before it was placed"
+        scale, tracker, left = self.scale, self.growth_tracker, self.hysteresis_left
+        assert scale is not None and tracker is not None and left is not None, "updated before it was placed"
         before = scale.clone() if rule.hysteresis > 1 else None
-        amp_update_scale_(
-            scale, growth_tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
-        )
+        amp_update_scale_(scale, tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval)
         # torch's kernel knows no hysteresis: a tolerated overflow gets its scale back.
         if before is not None:
             overflow = found_inf > 0
             # After a good step the tracker is 0 exactly when an interval is complete.
-            refill = ~overflow if rule.consecutive else ~overflow & (growth_tracker == 0)
+            refill = ~overflow if rule.consecutive else ~overflow & (tracker == 0)
             left.copy_(torch.where(overflow, left - 1, left).clamp_(min=0).masked_fill_(refill, rule.hysteresis))
             scale.copy_(torch.where(overflow & (left > 0), before, scale))
         if rule.min_scale is not None or rule.max_scale is not None:

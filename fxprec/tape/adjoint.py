@@ -514,9 +514,7 @@ class _AdjointWalk:
                 position = operation.inputs[place]
                 reads[position] = reads.get(position, 0.0) + inner(gradient, self._rounding(place, self._rounded))
             self.add(place, gradient)
-        return ErrorTerm(
-            operation, pulled.rounding, pulled.bend, pulled.lost, pulled.size, results, reads, pulled.lacking
-        )
+        return ErrorTerm(operation, *pulled[:4], results, reads, pulled.lacking)
 
     def _rounding(self, place: TensorPlace, dtype: torch.dtype) -> Tensor:
         """Return what rounding loses of the reference's value in a dtype; what that cannot hold saturates."""
@@ -600,11 +598,9 @@ def opened(term: ErrorTerm, memory: Memory) -> dict[str, float] | None:
     # A region's ops run anew on copies, since the run's memory is at the op before.
     recorder = OpRecorder(memory.reference)
     with recorder:
-        made = NodeByNode(region.graph_module, recorder.look).run(*given)
-    results: list[Tensor] = [*made]
-    targets = [
-        (recorder.memory.place(results[n]), result.weight) for n, result in term.results.items() if n < len(results)
-    ]
+        made: list[Tensor] = [*NodeByNode(region.graph_module, recorder.look).run(*given)]
+    known = ((made[number], result.weight) for number, result in term.results.items() if number < len(made))
+    targets = [(recorder.memory.place(tensor), weight) for tensor, weight in known]
     parts: dict[str, float] = defaultdict(float)
     for part in terms(recorder, targets):
         parts[part.operation.origin.name] += part.rounding + part.bend

@@ -407,9 +407,7 @@ class Operation:
             dtypes = [leaf.dtype if isinstance(leaf, TensorPlace) else None for leaf in self.leaves]
             leaves = [x if dtype is None else x.to(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
         else:
-            leaves = [
-                reference if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf for leaf in leaves
-            ]
+            leaves = [reference if isinstance(x, torch.dtype) and x.is_floating_point else x for x in leaves]
             function = EXACT.get(self.name, function)
             if decomposed:
                 function = decomposition_of(function) or function

@@ -476,9 +476,8 @@ class _State:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._before = {owner: {**state} for owner, state in optimizer.state.items()}
-        self._values = _SavedTensors(
-            [v for state in self._before.values() for v in state.values() if isinstance(v, Tensor)]
-        )
+        values = (value for state in self._before.values() for value in state.values())
+        self._values = _SavedTensors([value for value in values if isinstance(value, Tensor)])
 
     def restore(self, keep: bool) -> None:
         for owner, state in [*self._optimizer.state.items()]:
