@@ -26,7 +26,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -62,14 +62,12 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 @contextmanager
 def late_hooks_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Keep hooks from hearing, in the block, of gradients that are accumulated: such hooks step optimizers."""
-    hooks = [(held, {**held}) for parameter in parameters if (held := late_hooks_of(parameter))]
-    for held, _ in hooks:
-        held.clear()
-    try:
+    with ExitStack() as undo:
+        for parameter in parameters:
+            if held := late_hooks_of(parameter):
+                undo.callback(held.update, {**held})
+                held.clear()
         yield
-    finally:
-        for held, those in hooks:
-            held.update(those)
 
 
 def grouped(optimizer: Optimizer, allow_fp16: bool, names_of: NamesOf) -> Grouped:

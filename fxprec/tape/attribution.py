@@ -76,17 +76,14 @@ def node_by_node(model: nn.Module, look: Look, begin: Begin, opened: bool = Fals
     do not run: their nodes have the names that they would have without fusion.
     """
     conversion = conversion_of(model)
-    # Programs are frozen, since nothing else may change one: for the block their function is another.
-    programs = [captured.program for captured in conversion.captured]
-    kept = [program.function for program in programs]
-    for graph, program in enumerate(programs):
-        stepwise = _in_steps(program, graph, look, begin, opened, conversion.settings.device)
-        object.__setattr__(program, "function", stepwise)
-    try:
+    with contextlib.ExitStack() as undo:
+        for graph, captured in enumerate(conversion.captured):
+            # Programs are frozen, since nothing else may change one: for the block their function is another.
+            program = captured.program
+            undo.callback(object.__setattr__, program, "function", program.function)
+            stepwise = _in_steps(program, graph, look, begin, opened, conversion.settings.device)
+            object.__setattr__(program, "function", stepwise)
         yield
-    finally:
-        for program, function in zip(programs, kept, strict=True):
-            object.__setattr__(program, "function", function)
 
 
 def _in_steps(program: Program, graph: int, look: Look, begin: Begin, opened: bool, device: str) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -209,14 +209,11 @@ class Rates:
 @contextmanager
 def _options(groups: list[dict[str, Any]], name: str, values: list[Any]) -> Iterator[None]:
     """Set an option of parameter groups to these values while the context lasts."""
-    before = [group[name] for group in groups]
-    try:
+    with ExitStack() as undo:
         for group, value in zip(groups, values, strict=True):
+            undo.callback(group.__setitem__, name, group[name])
             group[name] = value
         yield
-    finally:
-        for group, value in zip(groups, before, strict=True):
-            group[name] = value
 
 
 @dataclass(frozen=True, slots=True)

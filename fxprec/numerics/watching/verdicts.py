@@ -11,6 +11,7 @@ with its state and step count, and whoever wrapped ``step`` (a learning rate sch
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -137,14 +138,14 @@ class Hold:
     """Hold on an optimizer's step: values it was told, and gradients taken away, until ``release``."""
 
     def __init__(self) -> None:
-        self._hidden: list[tuple[Tensor, Tensor]] = []
-        self._told: list[tuple[Any, str, Any]] = []
+        self._undo = contextlib.ExitStack()
 
     def hide_gradients(self, optimizer: Optimizer) -> None:
         """Make the step that follows change nothing, by taking the gradients away."""
-        self._hidden += [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
-        for parameter, _ in self._hidden:
-            parameter.grad = None
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                self._undo.callback(setattr, parameter, "grad", parameter.grad)
+                parameter.grad = None
 
     def tell(self, optimizer: Optimizer, found: Tensor, check: GradientCheck | None) -> None:
         """Make the step that follows change nothing where ``found``, 0-dim FP32 on the device, is 1.
@@ -163,18 +164,13 @@ class Hold:
             self._tell(optimizer, "gradient_check", check)
 
     def _tell(self, optimizer: Optimizer, name: str, value: Any) -> None:
-        self._told.append((optimizer, name, getattr(optimizer, name, None)))
+        before = getattr(optimizer, name, None)
+        if before is None:
+            self._undo.callback(delattr, optimizer, name)
+        else:
+            self._undo.callback(setattr, optimizer, name, before)
         setattr(optimizer, name, value)
 
     def release(self) -> None:
-        """Put all back as it was."""
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        # Newest first: a name that was told twice ends with its oldest value.
-        for optimizer, name, before in reversed(self._told):
-            if before is None:
-                delattr(optimizer, name)
-            else:
-                setattr(optimizer, name, before)
-        self._hidden.clear()
-        self._told.clear()
+        """Put all back as it was; a name that was told twice ends with its oldest value."""
+        self._undo.close()
