@@ -28,7 +28,7 @@ from fxprec.passes.dtypes.fake_results import numel_of
 from fxprec.passes.graph.annotations import Arrival, Rule, nested, notes
 from fxprec.passes.graph.subgraphs import attribute_of
 from fxprec.passes.graph.text import dtype_name
-from fxprec.passes.ops.table import facts_of
+from fxprec.passes.ops.table import facts_at
 from fxprec.settings import Settings
 
 #: Sizes, or what the op costs, are not known.
@@ -82,7 +82,7 @@ class Prices:
         precision = notes(node).precision
         if is_inserted(node):
             return costs.cast(node.all_input_nodes[0]) * 1e-12
-        priced = facts_of(notes(node).op.name).cost is not None
+        priced = facts_at(node).cost is not None
         dtype = (precision.compute if priced else precision.output) or torch.float32
         if dtype not in (torch.float32, self._context.low):  # float64, or a low dtype of this node's own
             return UNKNOWN
@@ -110,9 +110,8 @@ class Prices:
         # arrives.
         moved = [source for source in dict.fromkeys(node.all_input_nodes) if notes(source).precision.output is current]
         # An op that follows is moved along: its traffic changes as well, though its rule does not.
-        takers = [user for user in node.users if not is_inserted(user) and not _wants_other(user, other)]
-        takers = [user for user in takers if user.op != "output" and not facts_of(notes(user).op.name).view]
-        moved += [node] * (1 + len(takers))
+        takers = (user for user in node.users if not is_inserted(user) and not _wants_other(user, other))
+        moved += [node] * (1 + sum(user.op != "output" and not facts_at(user).view for user in takers))
         return Alternative(
             dtype_name(other),
             len([each for each in more if not _is_weight(each)]) - len([each for each in fewer if not is_shadow(each)]),

@@ -37,7 +37,7 @@ from fxprec.numerics.problem import converted_anew
 from fxprec.numerics.step import Births, TrainingStep
 from fxprec.passes.graph.annotations import Rule, module_path, notes
 from fxprec.passes.graph.casts import CASTS
-from fxprec.passes.ops.table import facts_of
+from fxprec.passes.ops.table import facts_at, facts_of
 from fxprec.passes.policy.policy import Policy
 from fxprec.settings import Settings
 from fxprec.tape.attribution import NodeOf
@@ -259,12 +259,12 @@ def _by_node(birth: Birth) -> list[Words]:
 def _by_view(birth: Birth) -> list[Words]:
     node = birth.origin.node
     readers = node.users if node is not None and node.target in CASTS else ()
-    return [("nodes", user.name) for user in readers if facts_of(notes(user).op.name).view]
+    return [("nodes", user.name) for user in readers if facts_at(user).view]
 
 
 def _by_op(birth: Birth) -> list[Words]:
-    names = (notes(node).op.name for node in computing(birth))
-    return [("ops", name) for name in names if facts_of(name).rule in (Rule.FOLLOW, Rule.PROMOTE)]
+    found = [node for node in computing(birth) if facts_at(node).rule in (Rule.FOLLOW, Rule.PROMOTE)]
+    return [("ops", notes(node).op.name) for node in found]
 
 
 def _by_module(birth: Birth, up: int, folded: bool) -> list[Words]:

@@ -35,7 +35,7 @@ from fxprec.numerics.overrides import readers
 from fxprec.numerics.problem import Batch, Problem, converted_anew
 from fxprec.passes.graph.annotations import notes, weight_path
 from fxprec.passes.graph.casts import CASTS
-from fxprec.passes.ops.table import facts_of
+from fxprec.passes.ops.table import facts_at
 from fxprec.tape.recorder import Decision
 
 #: Rows that are printed.
@@ -477,7 +477,7 @@ def _deciding(index: Node) -> list[Node]:
             if each not in seen and isinstance(notes(each).dtype, torch.dtype | tuple):  # and no size
                 seen.add(each)
                 low = notes(each).precision.compute in LOW_DTYPES and each.target not in CASTS
-                (found if low and not facts_of(notes(each).op.name).view else left).append(each)
+                (found if low and not facts_at(each).view else left).append(each)
     return found
 
 
@@ -489,4 +489,4 @@ def _override(row: Row, known: Mapping[tuple[int, str], Node], weights: Mapping[
         found = readers(node) if node.target in CASTS else [node]
     else:
         found = []
-    return tuple(dict.fromkeys(node.name for node in found if not facts_of(notes(node).op.name).arrives))
+    return tuple(dict.fromkeys(node.name for node in found if not facts_at(node).arrives))

@@ -22,7 +22,7 @@ from torch.fx import Node
 from fxprec.inspection.text import fold
 from fxprec.passes.graph.annotations import Rule, module_path, notes
 from fxprec.passes.graph.casts import CASTS
-from fxprec.passes.ops.table import facts_of
+from fxprec.passes.ops.table import facts_at
 from fxprec.passes.policy.policy import Kind, Policy
 
 #: Kind and pattern of an override.
@@ -60,7 +60,7 @@ def near_by(node: Node, near: Callable[[Node], Iterable[Node]]) -> list[Node]:
 
 def is_view(node: Node) -> bool:
     """Return whether a node shows what it reads in another way, in the dtype that arrives."""
-    row = facts_of(notes(node).op.name)
+    row = facts_at(node)
     return row.view and row.rule is Rule.FOLLOW
 
 

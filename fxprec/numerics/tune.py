@@ -35,7 +35,7 @@ from fxprec.passes.decide import decide
 from fxprec.passes.graph.annotations import Rule, module_path, notes, weight_path
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.text import dtype_name
-from fxprec.passes.ops.table import facts_of
+from fxprec.passes.ops.table import facts_at
 from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff, cheapest_within, computes_full, most_exact_within
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.torch_internals import HigherOrderOperator
@@ -315,7 +315,7 @@ class Study:
         for leads in (True, False, False):
             self.decided(self.context.policy.override(nodes=nodes))
             for node, full in known.items():
-                facts = facts_of(notes(node).op.name)
+                facts = facts_at(node)
                 follows = facts.rule not in (Rule.LOW, Rule.FULL) and (leads or facts.view)
                 if computes_full(node) is full or follows or (not full and _is_served(node, self.context)):
                     continue
@@ -498,5 +498,5 @@ def _names_in(graphs: Sequence[GraphModule]) -> list[dict[str, Node]]:
 
 def _is_served(node: Node, context: Context) -> bool:
     """Return whether a kernel reads and writes low, and computes in FP32 inside: its dtypes follow from others."""
-    row = facts_of(notes(node).op.name)
+    row = facts_at(node)
     return context.native_mixed and (context.device in row.mixed or row.dtype_keyword)
