@@ -184,11 +184,17 @@ def read(path: Path) -> DeviceCosts:
         ValueError: it is something else, or broken, or may not be read.
     """
     try:
-        return DeviceCosts.from_dict(json.loads(path.read_text()))
+        now = path.stat()
+        return _read(path, (now.st_mtime_ns, now.st_ino))
     except FileNotFoundError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it holds no costs that this version reads ({type(error).__name__}: {error})") from None
+
+
+@functools.lru_cache(maxsize=4)  # each `convert` asks twice; another state of the file is read anew
+def _read(path: Path, _state: tuple[int, int]) -> DeviceCosts:
+    return DeviceCosts.from_dict(json.loads(path.read_text()))
 
 
 def write(costs: DeviceCosts, path: Path) -> None:

@@ -95,15 +95,7 @@ class RehearsedRun(OpMode):
             autocast: as eager autocast runs it: FP32 weights, and no cast of the passes.
             lowered: only under autocast: low weights are low since the conversion, and count as FP32 ones.
         """
-        run = cls()
-        inputs = _Inputs(mode)
-        with quietly(inputs.mode), torch.set_grad_enabled(captured.training), contextlib.ExitStack() as block:
-            if autocast:
-                block.enter_context(torch.autocast(device, low))
-            run._play(captured, inputs, low, autocast, lowered)
-        return run
-
-    def _play(self, captured: Captured, inputs: _Inputs, low: torch.dtype, autocast: bool, lowered: bool) -> None:
+        run, inputs = cls(), _Inputs(mode)
         program, weights, real = captured.program, _weights(captured.gm), {}
 
         def fake(path: str, dtype: torch.dtype | None) -> Tensor:
@@ -111,18 +103,22 @@ class RehearsedRun(OpMode):
             if autocast:
                 dtype = torch.float32 if lowered and value.dtype is low else None
             made = real.setdefault((id(value), dtype), inputs.weight(value, dtype))
-            self._weights[storage_key(made)] = value
+            run._weights[storage_key(made)] = value
             return made
 
-        # A program takes its low weights first, then the others, then the inputs of the call.
-        given = [fake(path, low) for path in program.low] + [fake(path, None) for path in program.plain]
-        placeholders = [*program.gm.graph.find_nodes(op="placeholder")]
-        given += [inputs.of(node) for node in placeholders[len(given) :]]
-        # Saved tensors are counted by storage: a view of one that is kept costs nothing.
-        with self, torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept):
-            outputs = _Player(program.gm, inputs.mode, self, casts=not autocast).run(*given)
-        self._finish([value for value in given if isinstance(value, Tensor)], autocast)
-        del outputs  # what autograd keeps lived as long as they
+        with quietly(inputs.mode), torch.set_grad_enabled(captured.training), contextlib.ExitStack() as block:
+            if autocast:
+                block.enter_context(torch.autocast(device, low))
+            # A program takes its low weights first, then the others, then the inputs of the call.
+            given = [fake(path, low) for path in program.low] + [fake(path, None) for path in program.plain]
+            placeholders = [*program.gm.graph.find_nodes(op="placeholder")]
+            given += [inputs.of(node) for node in placeholders[len(given) :]]
+            # Saved tensors are counted by storage: a view of one that is kept costs nothing.
+            with run, torch.autograd.graph.saved_tensors_hooks(run._keep, lambda kept: kept):
+                outputs = _Player(program.gm, inputs.mode, run, casts=not autocast).run(*given)
+            run._finish([value for value in given if isinstance(value, Tensor)], autocast)
+            del outputs  # what autograd keeps lived as long as they
+        return run
 
     def _finish(self, given: Sequence[Tensor], autocast: bool) -> None:
         """Sort what is alive into copies of weights and what else is kept for the backward."""

@@ -100,9 +100,8 @@ def ranges(
     in_bfloat16, why_none = _in_bfloat16(problem) if low is torch.float16 else (None, "")
     number, own_faults, wide_faults = 0, _Faults(every), _Faults(every)
     first: Batch | None = None
-    for batch in itertools.islice(problem.batches(batches), 0, None, every):
-        first = batch if number == 0 else first
-        number += 1
+    for number, batch in enumerate(itertools.islice(problem.batches(batches), 0, None, every), 1):
+        first = batch if number == 1 else first
         own.merge(_counted(problem, batch, scale, own_faults))
         if in_bfloat16 is not None:
             try:
