@@ -50,6 +50,15 @@ def test_costs_are_found_again():
     assert os.listdir(path_of("cpu").parent) == [path_of("cpu").name], "nothing else is left behind"
 
 
+def test_a_file_is_read_once_and_anew_when_it_changed():
+    write(by_hand(), path_of("cpu"))
+    found = costs_of("cpu")
+    assert costs_of("cpu") is found
+    write(by_hand(source="calibrated on 2026-01-03"), path_of("cpu"))
+    assert costs_of("cpu").source == "calibrated on 2026-01-03"
+    assert shipped("cpu", "a CPU", 1, "other") is shipped("cpu", "a CPU", 1, "other")
+
+
 def test_without_a_file_shipped_costs_serve():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
