@@ -1,11 +1,10 @@
-"""Keeps the rewritten graphs of one converted model, and what captures tell of them, and finds those asked for."""
+"""The list of rewritten graphs of one converted model, with queries: by method, by mode, by last call."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
@@ -29,9 +28,10 @@ class Captured:
         gm: the graph that users see.
         program: what runs for it.
         training: the mode that the method's module was in.
-        gradients: whether grad mode was on: else a call that records gradients of returned values needs another graph.
+        gradients: whether grad mode was on at capture. If it was off, a call with grad mode on needs another graph: the
+            passes may drop gradients of what is returned.
         guards: what static capture read; None for a graph of dynamo, which guards by itself.
-        key: of a static graph: the arguments that are tensors, and the constants that the others are.
+        key: of a static graph: names of the tensor arguments, and the values of the others, constants in the graph.
         calls: of a graph of dynamo: what is known of the calls that ran it.
     """
 
@@ -47,13 +47,13 @@ class Captured:
 
     def fits(self, owner: nn.Module) -> bool:
         """Return whether a call of the method's module, in the modes that it and its parts are in, may run it."""
-        # dynamo guards by itself, and tells of a graph only with the calls that ran it.
+        # dynamo's guards cannot be asked: what is known is in which modes of the modules its graph ran before.
         if self.calls is not None:
             return modes_of(owner) in self.calls.modes
         return self.guards is None or self.guards.hold()
 
     def reads_dtypes_of(self, model: nn.Module, frozen: Container[str]) -> bool:
-        """Return whether weights have the dtypes that the graph was captured with, but for those that became low."""
+        """Return whether weights have the dtypes that the graph was captured with; those in ``frozen`` became low."""
         tensors = dict(model.named_parameters(remove_duplicate=False))
         for node in self.gm.graph.find_nodes(op="get_attr"):
             path = weight_path(node)
@@ -63,75 +63,64 @@ class Captured:
         return True
 
 
-class CapturedGraphs(Sequence[Captured]):
-    """The graphs that calls can reach, in the order of their capture. Nobody else keeps a list."""
+class CapturedGraphs(list[Captured]):
+    """The graphs that calls can reach, in the order of their capture.
+
+    ``StaticGraphs`` has the static ones a second time, by key: whoever removes one there must ``drop`` it here.
+    """
 
     def __init__(self) -> None:
-        self._graphs: list[Captured] = []
+        super().__init__()
         #: Numbers of methods that nobody can call any more. Finalizers append, at any time.
         self._gone: list[int] = []
 
-    def __iter__(self) -> Iterator[Captured]:
-        return iter(self._graphs)
-
-    def __len__(self) -> int:
-        return len(self._graphs)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._graphs[index]
-
-    def add(self, captured: Captured) -> None:
-        """Keep one more."""
-        self._graphs.append(captured)
-
     def drop(self, dead: Collection[Captured]) -> None:
         """Forget graphs that no call can reach any more."""
-        self._graphs = [captured for captured in self._graphs if captured not in dead]
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._graphs = []
+        self[:] = [captured for captured in self if captured not in dead]
 
     def forget_with(self, function: Callable[..., object], method: Method) -> None:
-        """Forget the graphs of a function that was set on an instance when nobody can call it any more."""
+        """Forget the graphs of a method, by ``drop_gone``, once ``function``, which runs it, is collected."""
         weakref.finalize(function, self._gone.append, method.number).atexit = False
 
     def drop_gone(self) -> None:
         """Forget the graphs of functions that nobody can call any more."""
         while self._gone:
             number = self._gone.pop()
-            self._graphs = [captured for captured in self._graphs if captured.entry != number]
+            self[:] = [captured for captured in self if captured.entry != number]
 
     def of(self, method: Method) -> list[Captured]:
         """Return those of one method."""
-        return [captured for captured in self._graphs if captured.entry == method.number]
+        return [captured for captured in self if captured.entry == method.number]
 
     def reached(self, methods: Iterable[tuple[Method, Method | None]]) -> list[Captured]:
         """Return those that calls of the methods run.
 
         Args:
-            methods: each with the one that a call reaches: itself, or a function set on the instance; None: none.
+            methods: each with what a call of it enters now: itself, a function set on the instance, or nothing (None).
         """
         self.drop_gone()
         numbers: set[int] = set()
         for method, active in methods:
             if active is not None:
                 numbers.add(active.number)
-            # A function set on the instance may call what was there before, unless its own graphs hold that too.
+            # A function set on the instance may call the class's method. Graphs of its own have that inlined.
             if active is None or not self.of(active):
                 numbers.add(method.number)
-        return [captured for captured in self._graphs if captured.entry in numbers]
+        return [captured for captured in self if captured.entry in numbers]
 
     def lowered_weights(self, model: nn.Module) -> list[str]:
         """Return the names of the parameters that every graph so far reads in the low dtype only."""
         tensors = dict(model.named_parameters(remove_duplicate=False))
-        low = {id(tensors.get(name)) for captured in self._graphs for name in captured.program.low}
-        plain = {id(tensors.get(name)) for captured in self._graphs for name in captured.program.plain}
+        low = {id(tensors.get(name)) for captured in self for name in captured.program.low}
+        plain = {id(tensors.get(name)) for captured in self for name in captured.program.plain}
         return [name for name, value in model.named_parameters() if id(value) in low - plain]
 
 
 def form_of(captured: Captured, methods: Iterable[Method]) -> CallForm | None:
-    """Return how a graph of one of these is called; None for one that takes and gives what dynamo left to it."""
+    """Return how a graph of one of these methods is called.
+
+    None for a graph of dynamo that takes and gives plain tensors, not the method's arguments and result.
+    """
     if captured.calls is not None:
         return captured.calls.form
     method = next((each for each in methods if each.number == captured.entry), None)

@@ -56,15 +56,16 @@ class Conversion(Resources):
         methods: by name, "forward" first: what runs in the places of the model's methods.
         captured: the rewritten graphs that calls can reach.
         net: 'where' -> 'why' of what ran outside them, under torch.autocast.
-        declined: why static capture was declined, per argument pattern.
+        declined: why static captures were declined, after the method's name unless it is forward.
         captures: how often a forward, or a piece of one, was captured.
         calls: how often a method was called.
         bypassed: how many ``fxprec.original`` blocks are open.
         frozen: names of the weights whose FP32 masters ``fxprec.freeze`` dropped.
+        lowered: weights are low that were FP32 in the original: at O3, and where they are frozen.
         settled: a call has gone through: what is refused from now on does not undo the conversion.
         converting: ``convert`` is still at it, and will undo what is refused.
-        undo: puts back what the conversion changed besides class and forward, until then.
-        watcher: runs the calls that record gradients, in the place of this.
+        undo: until a call has gone through, puts back what the conversion changed besides the class: at O3 dtypes.
+        watcher: runs the calls that record gradients, if there is one.
     """
 
     def __init__(
@@ -78,10 +79,10 @@ class Conversion(Resources):
         self.captured = CapturedGraphs()
         self._numbers = itertools.count()
         self.methods = {name: self.entry_point(name) for name in ("forward", *settings.methods)}
-        self._lowered = settings.policy.lowers_parameters
         self.calls = 0
         self.bypassed = 0
         self.frozen = frozen
+        self.lowered = settings.policy.lowers_parameters or frozen is not None
         self.settled = False
         self.converting = False
         self.undo: Callable[[], None] | None = None
@@ -90,7 +91,7 @@ class Conversion(Resources):
         self._policy_checked = not settings.policy.overrides and not settings.policy.rules and not settings.chooses
 
     def entry_point(self, name: str) -> EntryPoint:
-        """Return a new one, which nobody knows yet."""
+        """Return a new entry point, which is not one of ``methods`` yet."""
         return EntryPoint(self, MethodName.parse(name), next(self._numbers))
 
     def entries(self) -> list[EntryPoint]:
@@ -136,7 +137,7 @@ class Conversion(Resources):
             self.refuse_if_frozen("a training forward")
         # Before the first call there may be parameters without shapes, which no capture can read.
         if not self.settled and any(map(is_lazy, model.parameters())):
-            # What was declined now may be captured at the next call.
+            # What was declined without shapes may be captured at the next call.
             self.start_over()
             return self.run_in_net(call, "lazy modules take their shapes, and classes, from a first call")
         if entry.new:
@@ -151,23 +152,21 @@ class Conversion(Resources):
         return self._run_counted(entry, call)
 
     def _run_counted(self, entry: EntryPoint, call: Call) -> Any:
-        """Run a call that graphs are for."""
+        """Run a call that graphs may serve, and count it."""
         self.store.begin(call.model)
         self.calls += 1
-        # An override that matches nothing is known only once there are graphs.
         output = self._run(entry, call)
+        # An override that matches nothing is known only once there are graphs.
         if not self._policy_checked:
             self.check_policy(call.model)
         if not self.settled:
             self.settled, self.undo = True, None
-        lowered = self._lowered or self.frozen is not None
-        return self.restored(output, call) if lowered and self.settings.keep_output_dtype else output
+        return self.restored(output, call) if self.lowered and self.settings.keep_output_dtype else output
 
     @property
     def restores(self) -> torch.dtype | None:
-        """Return the low dtype, where weights have it that were FP32 in the original: the graphs cannot tell."""
-        lowered = self._lowered or self.frozen is not None
-        return self.settings.dtype if lowered and self.settings.keep_output_dtype else None
+        """Return the low dtype, if results of it are to be cast back to FP32: graphs of low weights lack the casts."""
+        return self.settings.dtype if self.lowered and self.settings.keep_output_dtype else None
 
     def _run(self, entry: EntryPoint, call: Call) -> Any:
         """Run a call on a static graph if there can be one, else on dynamo's."""
@@ -189,7 +188,8 @@ class Conversion(Resources):
                     return self._run_low(entry, call)
                 if found is None:
                     found = self._trace(entry, call.model, key, tensors)
-                elif is_another:  # what it reads of the model changed: its weights may have, unseen
+                # The model's state changed since the last call, so weights may have been written past their counters.
+                elif is_another:
                     self.store.mark_stale()
             # Nothing ran yet: dynamo takes the call.
             except CaptureDeclined as reason:
@@ -226,8 +226,8 @@ class Conversion(Resources):
         finally:
             if dynamic.found or dynamic.net_notes:
                 self._take_found(entry)
-        # Said at the first call, while somebody looks: later ones are in the report alone.
-        # It called no other method that has graphs.
+        # Warned of at the first call alone, unless that called other methods of the model, which have graphs; what
+        # later calls run outside of graphs is in the report.
         if first and not self.captured.of(entry) and calls == self.calls:
             if len(self.net) == known:
                 self.in_net(entry.whole, "dynamo found nothing in it to capture")
@@ -247,7 +247,7 @@ class Conversion(Resources):
             others = {where for other in self.methods.values() if other is not entry for where in other.outside}
             for where in entry.outside - others:
                 self.net.pop(where, None)
-            if entry.hooks.gone:  # which kept static capture away
+            if entry.hooks.gone:  # the hook was why static capture was declined: it is tried again
                 self.declined = [why for why in self.declined if why not in entry.declined]
                 entry.start_over()
             else:
@@ -255,7 +255,7 @@ class Conversion(Resources):
 
     def _became_low(self, model: nn.Module) -> bool:
         """Return whether all weights are low since ``model.half()`` or the like: a model that convert would refuse."""
-        if self._lowered or self.frozen is not None:
+        if self.lowered:
             return False
         # Asked before each capture: one FP32 weight, mostly the first, settles it.
         weights = (parameter for parameter in model.parameters() if parameter.is_floating_point())
@@ -268,12 +268,12 @@ class Conversion(Resources):
 
     def _norm_is_transformed(self, model: nn.Module) -> bool:
         """Return whether a transform of ``torch.func`` would meet a norm of low values with FP32 weights."""
-        if self._lowered or self.frozen is not None or watcher(TRANSFORM) is None:
+        if self.lowered or watcher(TRANSFORM) is None:
             return False
         return any(isinstance(module, NormBase | nn.LayerNorm | nn.GroupNorm) for module in model.modules())
 
     def run_in_net(self, call: Call, why: str, low: bool = True) -> Any:
-        """Run the original method under torch.autocast: lowered, though not by our graphs. Recorded.
+        """Run the original method under torch.autocast, and note in ``net`` that no graph served.
 
         Args:
             call: the call.
@@ -294,10 +294,10 @@ class Conversion(Resources):
     def restored(self, output: Any, call: Call) -> Any:
         """Return low outputs as FP32, unless the caller passed low inputs, or wants them as they come.
 
-        Of outputs that run later, step by step, each step is in the net, and what it gives is restored.
+        A generator that is returned is wrapped: each of its steps runs under autocast, and what it yields is restored.
         """
+        # The usual case, by itself: the rest takes microseconds.
         if type(output) is torch.Tensor and output.dtype is not self.settings.dtype:
-            # As mostly: a model of a few microseconds notices the rest.
             return output
         low = self.settings.dtype
         as_it_comes = not self.settings.keep_output_dtype or has_low_input((call.args, call.kwargs), low)
@@ -343,9 +343,9 @@ class Conversion(Resources):
             found = StaticEntry.of(capture, captured, tensors)
             self._captured_at_last(entry)
             self.captured.drop(static.add(found))
-            # What made another graph necessary may have written weights, unseen.
+            # What made another graph necessary may have written weights past their counters.
             self.store.mark_stale()
-            self.captured.add(captured)
+            self.captured.append(captured)
             self.captures += 1
             return found
 
@@ -357,7 +357,7 @@ class Conversion(Resources):
             dynamic.found, dynamic.net_notes = [], {}
         for gm, program, training, calls in found:
             recorded = torch.is_grad_enabled()
-            self.captured.add(Captured(entry.key, entry.number, gm, program, training, recorded, calls=calls))
+            self.captured.append(Captured(entry.key, entry.number, gm, program, training, recorded, calls=calls))
         self.captures += len(found)
         self.captured.drop_gone()
         if found:
@@ -378,17 +378,20 @@ class Conversion(Resources):
         return self.settled and not self.captured and bool(self.net)
 
     def capture_now(self, model: nn.Module) -> None:
-        """Capture each method statically for the call that one expects, if it can be: others take a call."""
+        """Capture each method without graphs statically, with its required arguments as tensors, as far as that goes.
+
+        Methods that only dynamo can take wait for their first call.
+        """
         for entry in self.entries():
             if not self.captured.of(entry):
                 self._capture_alike(entry, model, None)
 
     def _capture_alike(self, entry: EntryPoint, model: nn.Module, other: Captured | None) -> None:
-        """Capture a method statically as it is now, for calls like those that another graph is for."""
+        """Capture a method statically in the present modes, if it can be, with the arguments of another graph."""
         if not entry.static.allowed or entry.steps is not None:
             return
         # Whether lowering pays depends on the sizes of a call.
-        if self.settings.pays:  # which waits for the sizes of a call
+        if self.settings.pays:
             return
         try:
             key = None if other is None else other.key
@@ -431,7 +434,7 @@ class Conversion(Resources):
         return captured
 
     def _present(self, entry: EntryPoint, model: nn.Module, gradients: bool = False) -> Captured | None:
-        """Return the latest graph that a call would run now, in these modes, with weights of these dtypes.
+        """Return the latest graph that a call would run now, in these modes; forget those for weights of other dtypes.
 
         Args:
             gradients: it must have been captured with gradients.

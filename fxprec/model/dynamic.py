@@ -171,7 +171,7 @@ class DynamicGraphs:
             return self._after(error, call)
 
     def changed(self) -> str | None:
-        """Return what is no longer as dynamo takes for granted, so that all has to be captured anew, or None."""
+        """Return what changed that dynamo has no guard for, so that all must be captured anew, or None."""
         return None if self._capture is None else self._capture.extra_guards.failing()
 
     def rewritten(self, gm: GraphModule, inputs: list[Any], part: str) -> Callable[..., Any]:
@@ -179,18 +179,19 @@ class DynamicGraphs:
         make = functools.partial(self._argument_program, part=part)
         # The first program serves this call; others come when arguments share memory in other ways.
         program = make(gm, inputs, any_memory=False)
-        # Nothing of the model: dynamo keeps what it runs with the user's code, which outlives it.
+        # Only weak references: dynamo keeps this function with the user's code object, which outlives the model.
         store, ran = weakref.ref(self._resources.store), self._ran
         programs = ProgramsByMemory(None if program.memory is None else own_copy(gm), make, program)
         self._programs.append(programs)
         known = weakref.ref(programs)
-        # dynamo's graph goes where nobody holds it.
+        # Where dynamo keeps graphs of different models apart, no other model's call comes here: else the graph that was
+        # captured is kept, to run as it is.
         original = None if dynamo.ISOLATES else gm.forward
 
         def run(*given: Any) -> Any:
             serving, weights = known(), store()
             if serving is None or weights is None:
-                # The call of another model, in which dynamo runs what it had from this one.
+                # This model is gone, and dynamo runs what it made for it in a call of another one of the same code.
                 assert original is not None
                 return original(*given)
             return serving.serving(given).run(weights, given, ran)
@@ -217,13 +218,13 @@ class DynamicGraphs:
         return without_net()
 
     def met_sparse(self) -> None:
-        """Go on without the net, in this call and in later ones. (But at O3, whose low weights need it.)"""
+        """Go on without autocast, in this call and in later ones; not at O3, whose low weights need it."""
         if not self._sparse and not self._resources.settings.policy.lowers_parameters:
             self._sparse = True
             turn_off()
 
     def under_others(self) -> str:
-        """Return why the frame that is about to run is none of ours."""
+        """Return why the frame that is about to run must be left alone: the user's own autocast is on; "" if not."""
         return RUNS_AS_TOLD if under_others() else ""
 
     def in_net(self, where: str, why: str) -> None:
@@ -236,20 +237,20 @@ class DynamicGraphs:
         """Decide what to do about an error of a call: perhaps it was none of the model's own."""
         capture = self._capture
         assert capture is not None
-        # An error of the passes comes wrapped in one of dynamo's: the user gets the inner one.
+        # An error of the passes comes wrapped in one of dynamo's: the user gets the inner one, as fxprec's own fault.
         ours = dynamo.backend_error(error)
         if ours is not None:
             raise ours
-        # Of another thread; it comes before anything has run.
+        # dynamo refuses to run while any thread traces by torch.fx, before anything has run: wait for that thread.
         if dynamo.met_a_trace(error):
             with CAPTURING:
-                # Else it is a trace of this thread's own.
+                # A trace of this thread's own would go on for ever.
                 if not is_fx_tracing():
                     return self._run(capture, call)
         if not capture.failed_at_first(error):
             # A part of the forward ran, or all: it must not run again.
             raise error
-        # What eager autocast cannot run may run without it; if not, the first error is told.
+        # What eager autocast cannot run may run without it; if that fails as well, the first error is told.
         if self._under_net:
             with contextlib.suppress(Exception):
                 return self._without_net(call)

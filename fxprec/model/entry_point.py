@@ -1,8 +1,8 @@
 """The entry point of a method of a converted model: how its graphs are captured, and what is known of them.
 
-dynamo itself guards the hooks of each module, but not those of all modules: ``HooksSeen`` does, since its graphs hold
-the hooks that a capture met, and are cut where one looks at values. ``CallWatcher`` is what ``fxprec.numerics.watch``
-is to a conversion.
+dynamo's graphs have the hooks built in that a capture met. It guards those of single modules, and not those of all
+modules (``register_module_forward_hook``): ``HooksSeen`` notices when one is removed or another is added.
+``CallWatcher`` is the interface by which a conversion calls ``fxprec.numerics.watch``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class HooksSeen:
         self._seen: dict[tuple[int, Any], Mapping[Any, Any]] | None = None
 
     def note(self, owner: nn.Module) -> None:
-        """Note the hooks that there are now that a method of ``owner`` was captured. Its own run around its graphs."""
+        """Note the hooks that there are now that a method of ``owner`` was captured, but its own: they run outside."""
         # dynamo's graphs hold the hooks of submodules, and those of all modules.
         submodules = (module for module in owner.modules() if module is not owner)
         dicts = (vars(module)[name] for module in submodules for name in HOOKS)
@@ -54,10 +54,10 @@ def _each(dicts: Any) -> Iterator[tuple[tuple[int, Any], Mapping[Any, Any]]]:
     return (((id(hooks), key), hooks) for hooks in dicts for key in [*hooks])
 
 
-#: How often what dynamo captured may be out of date, before the net serves: each costs a capture.
+#: Recaptures by dynamo that are allowed for one method; then its calls run under autocast.
 MOST_RESTARTS: Final = 8
 
-#: On the function that stands among an instance's attributes: its entry point.
+#: Mark of our wrapper of a function that was set on an instance: its entry point.
 ENTRY: Final = "_fxprec_entry"
 
 
@@ -70,12 +70,12 @@ class EntryPoint(Method):
         number: tells it from others of that name.
 
     Attributes:
-        called: a call has come to dynamo.
+        called: a call ran without a static graph: under dynamo, or as a generator.
         hooks: of modules, that were there when dynamo captured.
         restarts: how often what dynamo captured was forgotten, since it was out of date.
         outside: 'where' of what its calls ran outside of graphs.
         declined: why static capture was declined.
-        new: it may be there for one call only, and did not have it yet.
+        new: the function was just set on the instance, perhaps for one call only, which it has not had yet.
     """
 
     def __init__(self, resources: Resources, name: MethodName, number: int) -> None:
@@ -105,7 +105,7 @@ class EntryPoint(Method):
     @property
     def out_of_date(self) -> str | None:
         """Return the reason why what dynamo captured must not run any more, or None."""
-        if self.hooks.gone and self.restarts < MOST_RESTARTS:  # else its guards tell
+        if self.hooks.gone and self.restarts < MOST_RESTARTS:  # else dynamo's guards alone tell
             return "a hook was removed"
         return self.dynamic.changed()
 
@@ -120,12 +120,16 @@ class EntryPoint(Method):
 
 
 def entry_of(function: Any) -> EntryPoint | None:
-    """Return the entry point of a function that stands on an instance for one that was set there."""
+    """Return the entry point of our wrapper of a function that a user set on an instance; None for other functions."""
     return marked(function, ENTRY)
 
 
 class CallWatcher(Protocol):
-    """Protocol of a model's watch. All but ``call`` is for ``capture_step``, whose graphs run no Python to look at."""
+    """Protocol of a model's watch.
+
+    All but ``call`` is for ``capture_step``: a step is recorded once into a CUDA graph, which is replayed without
+    Python. So the watch writes what it sees to buffers while the step is recorded, and reads them after each replay.
+    """
 
     def call(self, entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         """Run a call that records gradients, by ``run``."""
@@ -136,11 +140,11 @@ class CallWatcher(Protocol):
         ...
 
     def recording(self) -> AbstractContextManager[object]:
-        """Have a step in the block looked at by the device alone; what comes is for ``replayed``, of its replays."""
+        """Have a step in the block write what is watched to buffers; the block's value is what ``replayed`` takes."""
         ...
 
     def fixed(self) -> Hashable:
-        """Return what a recording takes as given."""
+        """Return what is built into a recording: a step with another value needs one of its own."""
         ...
 
     def begin(self) -> None:
@@ -155,7 +159,7 @@ class CallWatcher(Protocol):
         """Note that a captured step was launched.
 
         Args:
-            recording: of its graph.
+            recording: what ``recording`` gave while the step was captured.
             optimizer: that steps in it.
             again: run its forward and backward once more, without the graph, at a loss scale.
         """

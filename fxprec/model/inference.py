@@ -123,5 +123,5 @@ def freeze(model: _Model, pack: bool = True) -> _Model:
         # As large as the weights, and of no use any more.
         parameter.grad = None
     conversion.store.clear()
-    conversion.frozen, conversion.packed = frozenset(names), packed
+    conversion.frozen, conversion.packed, conversion.lowered = frozenset(names), packed, True
     return model

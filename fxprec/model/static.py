@@ -21,17 +21,18 @@ from fxprec.passes.graph.annotations import notes
 from fxprec.programs.memory import SharedMemory, constants_of, mark_shared
 from fxprec.shadows import ShadowStore
 
-#: Input dtypes for which a graph captured without inputs is right as it stands: its run-time tests tell them apart.
+#: Input dtypes for which a graph that was captured without inputs is right: its casts ask for the dtype when they run.
 _ASSUMED: Final = frozenset({torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 
-#: Integers that low precision cannot count in: what is made of them is FP32, in a graph that was rewritten for them.
+#: Integer dtypes with values that no low dtype holds. A graph that was captured with such an input keeps in FP32 what
+#: is computed from it; one that was captured without inputs took the input for a float.
 _COUNTS: Final = frozenset({torch.int64, torch.int32, torch.int16})
 
 #: Graphs for the same tensor arguments, before dynamo takes over: a number that changes with every call (a step, a
 #: temperature) is a constant of a static graph, and an input of dynamo's.
-_ENOUGH: Final = 8
+_MOST_BEFORE_DYNAMO: Final = 8
 #: With capture="symbolic", where dynamo may not: the oldest graph makes room.
-_MOST: Final = 64
+_MOST_SYMBOLIC: Final = 64
 
 #: Where tensors are read from at each call: the dicts of their modules, and their names there.
 _Places = tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]
@@ -43,7 +44,7 @@ _dtype_of, _layout_of = attrgetter("dtype"), attrgetter("layout")
 
 
 class OtherDtypes(Exception):
-    """The weights take part in promotion otherwise than when the graph was captured; nothing ran."""
+    """A weight has another dtype than at capture, or a dimension where it had none; nothing ran."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,15 +56,16 @@ class StaticEntry:
     Attributes:
         low, plain: where the program's weights are.
         low_dtypes, plain_dtypes: which they had at capture.
-        kinds: of the inputs, that it was rewritten for; None: FP32 floats were assumed.
-        floats: of each input whether it matters that it is none that counts.
-        watched: weights for which it matters how they share memory.
-        memory: how they and the inputs do; None: the graph writes to none of them.
-        most: where regions were left out because they are small, elements of each input up to which they are
-            (``regions``).
-        wants_sizes: regions would have been left out if sizes had been known.
-        single: place in ``plain`` of each tensor of one element -> its dimensions: one of none takes part in promotion
-            otherwise than one of some.
+        kinds: dtype, layout and whether it is 0-dim, of each input that it was rewritten for; None: FP32 was assumed.
+        assumed_float: of each input whether the graph took it for a float: integers that count (``_COUNTS``) must not
+            use it.
+        may_share: weights that may share memory with what the graph writes.
+        memory: how they and the inputs share memory; None: the graph writes to none of them.
+        small_up_to: of each input up to how many elements the fused regions that were left out do not pay; None: none
+            were left out for their size.
+        wants_sizes: it has regions that would have been left out if sizes had been known.
+        one_element_dims: index in ``plain`` of each tensor of one element -> its ``dim()``: torch promotes a 0-dim
+            tensor otherwise than one of shape [1].
     """
 
     captured: Captured
@@ -72,12 +74,12 @@ class StaticEntry:
     low_dtypes: list[torch.dtype]
     plain_dtypes: list[torch.dtype]
     kinds: list[_Kind] | None
-    floats: tuple[bool, ...]
-    watched: _Places
+    assumed_float: tuple[bool, ...]
+    may_share: _Places
     memory: SharedMemory | None
-    most: tuple[int, ...] | None
+    small_up_to: tuple[int, ...] | None
     wants_sizes: bool
-    single: Mapping[int, int]
+    one_element_dims: Mapping[int, int]
 
     @classmethod
     def of(cls, capture: StaticCapture, captured: Captured, tensors: tuple[Tensor, ...] | None) -> StaticEntry:
@@ -112,20 +114,27 @@ class StaticEntry:
         )
 
     def is_outgrown(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Return whether regions gain for inputs of these sizes that were left out."""
-        return self.most is not None and any(x.numel() > most for x, most in zip(tensors, self.most, strict=True))
+        """Return whether inputs are so large now that the regions which were left out pay."""
+        return self.small_up_to is not None and any(
+            x.numel() > most for x, most in zip(tensors, self.small_up_to, strict=True)
+        )
 
     def replaces(self, other: StaticEntry) -> bool:
-        """Return whether no call is better served by the other, for what is known of sizes."""
+        """Return whether this graph makes the other one of its key superfluous, for what is known of sizes."""
         if other.captured.training != self.captured.training:
             return False
-        return other.wants_sizes or (other.most is not None and self.most is None and other.kinds == self.kinds)
+        return other.wants_sizes or (
+            other.small_up_to is not None and self.small_up_to is None and other.kinds == self.kinds
+        )
 
     def serves(self, tensors: tuple[Tensor, ...] | None) -> bool:
-        """Return whether inputs have the dtypes that the graph was rewritten for, what tracing read still holds, and
-        inputs and weights share memory as those did where that matters; and sizes are as its regions want them."""
+        """Return whether the graph is right for a call on these tensors, and no other would be faster.
+
+        Asked in this order, the cheap before the dear: sizes as its regions want them, grad mode, dtypes of the inputs,
+        what tracing read of Python's state (``Guards``), and shared memory, of a graph that writes.
+        """
         if tensors is not None:
-            if self.wants_sizes or (self.most is not None and self.is_outgrown(tensors)):
+            if self.wants_sizes or (self.small_up_to is not None and self.is_outgrown(tensors)):
                 return False
             if torch.is_grad_enabled() and not self.captured.gradients:  # what is returned would have none
                 return False
@@ -134,7 +143,7 @@ class StaticEntry:
                 if self.kinds != kinds:
                     return False
             else:
-                for (dtype, is_number, layout), taken_for_float in zip(kinds, self.floats, strict=True):
+                for (dtype, is_number, layout), taken_for_float in zip(kinds, self.assumed_float, strict=True):
                     if dtype not in _ASSUMED or is_number or layout is not torch.strided:
                         return False
                     if taken_for_float and dtype in _COUNTS:
@@ -142,7 +151,7 @@ class StaticEntry:
         if not self.captured.guards.hold():  # type: ignore[union-attr]
             return False
         # The guards know now that every weight is in its place.
-        return tensors is None or self.memory is None or self.memory.holds([*map(getitem, *self.watched)], tensors)
+        return tensors is None or self.memory is None or self.memory.holds([*map(getitem, *self.may_share)], tensors)
 
     def run(self, store: ShadowStore, tensors: tuple[Tensor, ...]) -> Any:
         """Run the program on the weights as they are now.
@@ -150,11 +159,12 @@ class StaticEntry:
         Raises:
             OtherDtypes: these are others than the graph was rewritten for (``model.double()``).
         """
-        # The dtypes of what is not lowered decide promotion; of what is, the store looks at changes.
+        # Dtypes decide promotion. Those of plain weights are compared at each call; of the low ones the store reads the
+        # originals, and looks closely only where something changed.
         plain = [*map(getitem, *self.plain)]
         if [*map(_dtype_of, plain)] != self.plain_dtypes:
             raise OtherDtypes
-        for place, dimensions in self.single.items():
+        for place, dimensions in self.one_element_dims.items():
             if plain[place].dim() != dimensions:
                 raise OtherDtypes
         given = [*map(getitem, *self.low)]
@@ -172,7 +182,9 @@ class StaticEntry:
 
 
 class StaticGraphs:
-    """The graphs of one method by argument pattern. It traces and chooses; who asked for a graph keeps it.
+    """The static graphs of one method by argument pattern, the latest that served first.
+
+    Who adds or removes a graph here does so in ``CapturedGraphs`` too, which lists those of all methods.
 
     Attributes:
         allowed: False once the model was found to be one that dynamo must take.
@@ -212,7 +224,8 @@ class StaticGraphs:
             traced: the original module.
             key: of the call.
             tensors: the tensors of the call; None where there is no call yet.
-            method, path: of the module, as for ``trace_static``.
+            method: what runs, bound to the module that has it.
+            path: of that module in ``traced``.
 
         Raises:
             CaptureDeclined: there can be no graph; nothing was run.
@@ -220,9 +233,9 @@ class StaticGraphs:
         # An argument that changes with every call is a constant of each graph: dynamo makes it an input.
         names, constants = key
         known = self._of_names(names)
-        if len(known) >= _ENOUGH and not self._symbolic:
+        if len(known) >= _MOST_BEFORE_DYNAMO and not self._symbolic:
             raise CaptureDeclined(f"{len(known)} graphs, and again {self._what_changed(key)}")
-        # Torch caches them for good: not while they are patched for a trace.
+        # Fill torch's cache of these now: a trace patches some of them, and the cache is for good.
         get_overridable_functions()
         capture = trace_static(traced, names, dict(constants), method, path)
         if tensors is not None:
@@ -235,7 +248,7 @@ class StaticGraphs:
         """Serve its calls by this graph from now on. Return the graphs that made room for it, or that it replaces."""
         key: Any = entry.captured.key
         known = self._of_names(key[0])
-        dropped = self.retire(known[0]) if len(known) >= _MOST else []
+        dropped = self.retire(known[0]) if len(known) >= _MOST_SYMBOLIC else []
         for other in [each for each in self._entries.get(key, ()) if entry.replaces(each)]:
             dropped += self.retire(other)
         self._entries.setdefault(key, []).insert(0, entry)
@@ -274,7 +287,9 @@ class StaticGraphs:
         """Say what made a further trace necessary, for the report."""
         names, _ = key
         values = [dict(others) for of, others in (*self._entries, key) if of == names]
-        changing = [name for name in values[0] if len({repr(value.get(name)) for value in values}) > _ENOUGH // 2]
+        changing = [
+            name for name in values[0] if len({repr(value.get(name)) for value in values}) > _MOST_BEFORE_DYNAMO // 2
+        ]
         if changing:
             return f"another value of the argument '{changing[0]}'"
         failing = [entry.captured.guards.failing() for entry in self._entries.get(key, ())]  # type: ignore[union-attr]

@@ -36,7 +36,7 @@ from fxprec.kernels.launch.graph_call import graph_call
 from fxprec.passes.graph.annotations import clean_path, notes
 from fxprec.torch_internals import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
-#: The default of an argument that may, or must, be left out of a call.
+#: Default of a placeholder that marks an argument as not given: it may, or must, be left out of a call.
 LEFT_OUT: Final = ...
 #: What ``check_arguments`` does not look at.
 ANYTHING: Final = None
@@ -62,13 +62,20 @@ def number_tensor(value: float, dtype: dtype) -> Tensor:
 
 @graph_call
 def check_arguments(given: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Refuse calls unlike the one that a graph was captured for: what was no tensor is built into it.
+    """Raise unless a call is like the one that a graph was captured for: what was no tensor is a constant in the graph.
+
+    What an argument must be is written so::
+
+        "Tensor", "float32[4, *]"       a tensor; of this dtype and these sizes
+        "Tensor=1", "float32[4, *]=1"   likewise; all that have one number must be the very same tensor
+        (3,)                            the constant 3
+        ()                              not given
+        [...], {...}                    a sequence; a dict, or an object by its attributes
+        None                            anything
 
     Args:
         given: the arguments.
-        expected: of each what it must be: ``"Tensor"``, ``"float32[4, *]"`` (and ``"=1"`` behind it: of those with one
-            number each must be the very same tensor), ``(3,)`` for the constant 3, ``()`` for one that must be left
-            out, a list of such, a dict of such (for an object: by attribute), or None: anything.
+        expected: of each what it must be.
 
     Raises:
         OtherCallError: one is another.
@@ -78,6 +85,7 @@ def check_arguments(given: dict[str, Any], expected: dict[str, Any]) -> None:
         _check(value, expected[name], name, same)
 
 
+# Registered so, or the elimination of dead code would drop the node: nobody reads its result.
 has_side_effect(check_arguments)
 
 
@@ -89,16 +97,16 @@ def _check(value: Any, expected: Any, where: str, same: dict[str, tuple[str, Ten
         _check_tensor(value, kind, group, where, same)
     elif isinstance(expected, tuple):
         if not (same_constant(value, expected[0]) if expected else value is LEFT_OUT):
-            raise _other(where, f"{expected[0]!r}" if expected else "nothing", value)
+            raise _refusal(where, f"{expected[0]!r}" if expected else "nothing", value)
     elif isinstance(expected, list):
         if not isinstance(value, tuple | list) or len(value) != len(expected):
-            raise _other(where, f"a sequence of {len(expected)}", value)
+            raise _refusal(where, f"a sequence of {len(expected)}", value)
         for number, (part, wanted) in enumerate(zip(value, expected, strict=True)):
             _check(part, wanted, f"{where}[{number}]", same)
     else:
         held = held_by(value)
         if held.keys() != expected.keys():
-            raise _other(where, f"an object with {[*expected]}", value)
+            raise _refusal(where, f"an object with {[*expected]}", value)
         for key, wanted in expected.items():
             _check(held[key], wanted, f"{where}[{key!r}]", same)
 
@@ -110,24 +118,24 @@ def held_by(value: Any) -> dict[str | int, Any]:
 
 def _check_tensor(value: Any, kind: str, group: str, where: str, same: dict[str, tuple[str, Tensor]]) -> None:
     if not isinstance(value, Tensor):
-        raise _other(where, "a tensor", value)
+        raise _refusal(where, "a tensor", value)
     name, _, sizes = kind.rstrip("]").partition("[")
     if name != "Tensor":
         wanted = sizes.split(", ") if sizes else []
         if value.dim() != len(wanted) or f"{value.dtype}" != f"torch.{name}":
-            raise _other(where, kind, value)
+            raise _refusal(where, kind, value)
         compared = zip(value.shape, wanted, strict=True)
         if torch.jit.is_tracing():  # type: ignore[attr-defined]  # it warns of comparing sizes, and keeps those it sees
             compared = ()
         if any(fixed != "*" and size != int(fixed) for size, fixed in compared):
-            raise _other(where, kind, value)
+            raise _refusal(where, kind, value)
     if group:
         other, tensor = same.setdefault(group, (where, value))
         if tensor is not value:
-            raise _other(where, f"the very tensor that {other} is", value)
+            raise _refusal(where, f"the very tensor that {other} is", value)
 
 
-def _other(where: str, captured: str, value: Any) -> OtherCallError:
+def _refusal(where: str, captured: str, value: Any) -> OtherCallError:
     if isinstance(value, Tensor):
         got = f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]}"
     else:
@@ -165,7 +173,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Path to a value: which argument, and from there inwards."""
+    """Path to a value in the arguments of a call: an argument, and the steps from there inwards."""
 
     name: str
     steps: tuple[Step, ...] = ()
@@ -193,10 +201,10 @@ class CallForm:
 
     Attributes:
         arguments: those of the method, in its order.
-        inputs: of each placeholder where it is among them; or the tensor, or number, where it is none of theirs.
+        inputs: of each placeholder the way to it from the arguments; or the value itself, of the module or a global.
         output: what the method gives, with a ``Result``, a ``Way`` or a weight in the place of each tensor; None: what
             the graph gives.
-        constants: of what the graph read of the method's module, and has built in: where it is, and what it was.
+        constants: (source as dynamo writes it, value) of the module's attributes that are constants in the graph.
     """
 
     arguments: tuple[Argument, ...]
@@ -277,7 +285,7 @@ class Placeholder:
 
     @classmethod
     def of(cls, node: Node) -> Placeholder:
-        """Read an input from its node; ``node``: with what dynamo noted of it."""
+        """Read an input from its node, which must still have dynamo's own notes."""
         value, source = node.meta.get("example_value"), node.meta.get(SOURCE) or ""
         if not isinstance(value, Tensor):
             return cls(source, "Tensor", isinstance(value, torch.SymInt | torch.SymFloat))
@@ -322,26 +330,27 @@ def form_of_call(
     for name, value in given.items():
         for tensor, steps in _tensors_in(value):
             ways.setdefault(id(tensor), []).append(Way(name, steps))
-    taken = [_way(each.source, value, owner, ways, given) for each, value in zip(placeholders, inputs, strict=True)]
+    pairs = [*zip(placeholders, inputs, strict=True)]
+    taken = [_origin_of(each.source, value, owner, ways, given) for each, value in pairs]
     # What each argument must be in a later call: of tensors dtype and sizes, and which of them are one.
-    kinds = {id(value): each.kind for each, value in zip(placeholders, inputs, strict=True)}
+    kinds = {id(value): each.kind for each, value in pairs}
     for number, (tensor, where) in enumerate(ways.items()):
         if len(where) > 1:
             kinds[tensor] = f"{kinds.get(tensor, 'Tensor')}={number}"
     numbers = {way.name for way in taken if isinstance(way, Way) and isinstance(given[way.name], _NUMBERS)}
     wanted = {name: ANYTHING if name in numbers else _expected(value, kinds) for name, value in given.items()}
-    # No other object can be told from one that is built in: it must be left out.
+    # An object without tensors cannot be compared with the one that is a constant in the graph: it must not be given.
     wanted |= {name: () for name, each in wanted.items() if each is ANYTHING and name not in numbers}
-    # A number that a symbol stands for is another one in the next call: an output must not have it built in.
+    # Numbers and sizes that dynamo has symbols for change from call to call: an output must not have them as constants.
     changing = [value for value in (*inputs, *results) if isinstance(value, _NUMBERS)]
-    for each, value in zip(placeholders, inputs, strict=True):
+    for each, value in pairs:
         if isinstance(value, Tensor) and each.symbolic:
             changing += value.shape
     outputs = _Outputs(model, ways, results, changing)
-    # What is read of the module itself is built in, too, and compared when somebody asks for the graph.
+    # What is read of the module itself is a constant too, compared when somebody asks for the graph (``changed``).
     read = [(each.source, way) for each, way in zip(placeholders, taken, strict=True) if not isinstance(way, Way)]
     constants = [(source, value) for source, value in read if source.startswith("L")]
-    return CallForm(arguments_of(signature, wanted), tuple(taken), (outputs.built(output),), tuple(constants))
+    return CallForm(arguments_of(signature, wanted), tuple(taken), (outputs.described(output),), tuple(constants))
 
 
 def _expected(value: Any, kinds: Mapping[int, str]) -> Any:
@@ -386,7 +395,7 @@ def _tensors_in(value: Any, steps: tuple[Step, ...] = (), around: tuple[int, ...
                     yield from _tensors_in(part, (*steps, (take, key)), (*around, id(value)))
 
 
-def _way(
+def _origin_of(
     source: str,
     value: Any,
     owner: tuple[str, nn.Module],
@@ -420,27 +429,27 @@ class _Outputs:
         self._weights = {id(value) for value in (*model.parameters(), *model.buffers())}
         self._changing = changing
 
-    def built(self, value: Any) -> Any:
+    def described(self, value: Any) -> Any:
         """Build the output as the parts of a ``CallForm`` say it."""
         kind = type(value)
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, _NUMBERS) and kind is not bool and value in self._changing:
             raise NoForm("it gives a number that may change with its inputs")
-        # What is no tensor is built in: the method gave it because of what is checked at each call.
+        # What is no tensor is a constant: ``check_arguments`` looks at each call at what it depends on.
         if value is ... or isinstance(value, (*_CONSTANTS, *_NUMBERS)):
             return value
         if kind is tuple or kind is list:
-            return kind([self.built(part) for part in value])
+            return kind([self.described(part) for part in value])
         if kind is dict and all(type(key) is str for key in value):
-            return {key: self.built(part) for key, part in value.items()}
+            return {key: self.described(part) for key, part in value.items()}
         # Classes whose constructors only hold what they are given are called with the parts again.
         if isinstance(value, tuple) and made_by_namedtuple(kind) and not has_more_than(value, ()):
-            return Made(kind, tuple([self.built(part) for part in value]), {})
+            return Made(kind, tuple([self.described(part) for part in value]), {})
         if made_by_dataclass(kind):
             names = [field.name for field in fields(value)]  # type: ignore[arg-type]
             if not has_more_than(value, names):
-                return Made(kind, (), {name: self.built(getattr(value, name)) for name in names})
+                return Made(kind, (), {name: self.described(getattr(value, name)) for name in names})
         return self._container(value)
 
     def _tensor(self, value: Tensor) -> Any:
@@ -457,7 +466,7 @@ class _Outputs:
         text = "" if len(leaves) == 1 and leaves[0] is value else _text_of(spec)
         if not text:
             raise NoForm(f"it gives an object ({type(value).__name__}) that is no container known to torch's pytrees")
-        return Made(in_container, ([self.built(each) for each in leaves], text), {})
+        return Made(in_container, ([self.described(each) for each in leaves], text), {})
 
 
 def _text_of(spec: Any) -> str:

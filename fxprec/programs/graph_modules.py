@@ -37,7 +37,8 @@ def made_presentable(
         form: how it is to be called, and what it is to give; None: as it was captured.
     """
     _state_dtypes(gm)
-    # Each step runs once a graph: the model keeps the graph, and its users ask again.
+    # Each step is marked in ``meta``: the model keeps the graph, and gives the same one again. The form comes before
+    # the results, which are restored by what the arguments are then.
     if form is not None and "formed" not in gm.meta:
         gm.meta["formed"] = True
         _Writer(gm, model, form).write()
@@ -48,18 +49,18 @@ def made_presentable(
         gm.meta["presented"] = True
         for each in every_graph(gm):
             run_checkpoints(each.graph)
-            # The same as "val", by which split_module takes sizes for dynamo's inputs.
+            # It repeats "val", and would have split_module take sizes for inputs, as dynamo does.
             for node in each.graph.nodes:
                 node.meta.pop("example_value", None)
         _take_over_state(gm, model)
         with_code(gm)
     else:
-        _follow(gm, model)
+        _rebind_weights(gm, model)
     return gm
 
 
 def _state_dtypes(gm: GraphModule) -> None:
-    """Give ``meta["val"]`` the dtypes of the rewritten graph, for who prints it: it was captured in the original's."""
+    """Give ``meta["val"]``, which has the dtypes before the rewrite, those after it: printed graphs show them."""
     for node in gm.graph.nodes:
         precision, value = notes(node).precision, node.meta.get("val")
         if precision.output is None or not isinstance(value, Tensor):
@@ -84,7 +85,7 @@ def _restore_results(gm: GraphModule, low: dtype) -> None:
     gm.recompile()
 
 
-#: What the nodes say that take arguments apart, look at them, and put results together.
+#: Annotation of the nodes that this file adds.
 _OF_CALL: Final = Precision.arriving(None, None, Rule.KEEP, "no floats")
 
 
@@ -199,8 +200,10 @@ class _Writer:
 
 
 def _built_in(node: Node, value: float) -> Tensor:
-    """Put a number where the graph asks a tensor for it; what is left of that tensor."""
-    # A number of the model's is a tensor for dynamo, of which the graph asks the number again.
+    """Replace what the graph reads by ``item`` of an input by a number, and return a tensor for the other readers.
+
+    dynamo passes a float attribute of a module as a 0-dim tensor.
+    """
     for item in [user for user in node.users if user.op == "call_method" and user.target == "item"]:
         for reader in [*item.users]:
             reader.args = map_arg(reader.args, lambda each, item=item: value if each is item else each)
@@ -209,8 +212,8 @@ def _built_in(node: Node, value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def _follow(gm: GraphModule, model: nn.Module) -> None:
-    """Read the tensors that stand in the model now where others stood."""
+def _rebind_weights(gm: GraphModule, model: nn.Module) -> None:
+    """Have the graph read the tensors that are in the model now."""
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     for node in gm.graph.find_nodes(op="get_attr"):
         path = weight_path(node)

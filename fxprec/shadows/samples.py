@@ -46,7 +46,7 @@ class Samples:
 
     Attributes:
         values: all rows, flat; replaced by a larger tensor when rows run out.
-        chosen: how often weights got other samples; every look compares it with the count that it knows.
+        chosen: how often weights got other samples: a look that knows another count reads their addresses again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -106,7 +106,7 @@ class HostLook:
         self._storages = [weight.untyped_storage() for weight, _ in pairs]
         self._entries = [entry for _, entry in pairs]
         self._chosen = -1
-        # Number of zeros among all samples when others were last looked for.
+        # Number of zeros among all samples at the last search for others.
         self._zeros = 0
         # Consecutive rows, as of weights made together, are one view: no gather, no scatter.
         rows = [entry.row for _, entry in pairs]
@@ -124,10 +124,10 @@ class HostLook:
     def note(self) -> None:
         with unwatched() if dispatch_modes() else nullcontext():
             now, noted = self._both()
-            # As floats, for -0.0 is zero, too: a mask makes it of a negative number.
+            # As floats, so that -0.0 counts as zero: a pruning mask makes it of a negative number.
             samples = now.view(torch.float32)
             zeros = len(samples) - int(samples.count_nonzero())
-            # With fewer zeros no weight has too many. An unchanged count: the last search found nothing better.
+            # With fewer zeros in all no weight can be nearly all zeros; with as many as before, a search was in vain.
             if zeros >= SAMPLES - _FEW and zeros != self._zeros:
                 self._zeros = zeros
                 few = samples.view(-1, SAMPLES).count_nonzero(1) <= _FEW
@@ -199,5 +199,5 @@ def note(looks: Iterable[Look]) -> None:
 
 
 def same(looks: Iterable[Look]) -> bool:
-    """Return whether no weight of these differs from its row."""
+    """Return whether no weight of these differs from its row. A list, since each look on a device launches copies."""
     return all([look.same() for look in looks])

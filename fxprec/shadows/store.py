@@ -8,9 +8,13 @@ A rewritten graph does not cast the weights it lowers: it reads their shadows::
 A shadow is made once (see ``entry``), and later its storage is overwritten under ``no_grad``.
 
 Shadows are refreshed at the first read of every forward that records gradients, unconditionally; otherwise only on a
-sign that weights changed: ``mark_stale``, a step of any optimizer, a weight's ``_version`` or address, or one of its
-sampled elements (``samples``), which a collective or ``weight.data.mul_(2)`` changes and no counter shows. A write past
-the counters to other elements alone needs ``refresh``.
+sign that weights changed:
+
+- ``mark_stale``, or a step of any optimizer;
+- a weight's ``_version`` or address;
+- one of its sampled elements (``samples``), which a collective or ``weight.data.mul_(2)`` changes and no counter shows.
+
+A write past the counters to other elements alone needs ``refresh``.
 
 Under FSDP there are no shadows. Its full weight exists from its block's pre-forward to its post-forward hook, at an
 address that the allocator may give again. A shadow kept until the next forward would hold the whole model on every
@@ -143,7 +147,8 @@ class ShadowStore:
     Attributes:
         dtype: dtype of the shadows.
         debug: under ``no_grad`` compare every shadow with its weight at each ``begin``, and raise on a stale one.
-        looked: how often it went through weights one by one, because something changed or might have.
+        looked: how often it went through weights one by one, because something changed or might have. Callers compare
+            it, to look at dtypes only then.
         refreshes: multi-tensor copies so far (the first cast of a weight does not count).
         come_and_go: FSDP manages weights of the model, which come and go with its hooks.
     """
@@ -153,7 +158,7 @@ class ShadowStore:
         self.debug = debug
         self.refreshes = self.looked = 0
         self.come_and_go = False
-        # The living FSDP modules when it was last asked.
+        # Ids of the living FSDP modules at the last ``begin``.
         self._sharded: tuple[int, ...] = ()
         self._entries: dict[int, Entry] = {}
         self._cached_reads: dict[tuple[int, ...], CachedRead] = {}
@@ -212,7 +217,7 @@ class ShadowStore:
         self.looked += 1
         # Nothing may hold an old shadow while a new one is made: its memory, and an AccumulateGrad of the old shape.
         del cached
-        return self._settle(weights, ids)
+        return self._read_slowly(weights, ids)
 
     def refresh(self) -> None:
         """Copy every weight to its shadow now."""
@@ -242,7 +247,7 @@ class ShadowStore:
         return not self._entries.keys().isdisjoint(keys)
 
     def marks_of(self, weights: Iterable[Tensor]) -> list[object]:
-        """Return for each weight an object that lives as long as its shadow, or None without a shadow."""
+        """Return for each weight an object that is its shadow's own, to tell by ``is`` whether that was made anew."""
         return [*map(self._entries.get, map(id, weights))]
 
     def made_on(self, stream: torch.cuda.Stream | None) -> bool:
@@ -288,7 +293,7 @@ class ShadowStore:
     def forget_moved(self) -> None:
         """Drop the shadows of weights whose memory moved, which would keep the old memory alive."""
         with self._lock:
-            self._divided(self._living(), everything=False)
+            self._drop_unfit_and_divide(self._living(), everything=False)
 
     def clear(self) -> None:
         """Drop every shadow; the next reads make them again. Until then gradients are as wide as the weights."""
@@ -308,8 +313,8 @@ class ShadowStore:
                 known.clear()
             self._stale = False
 
-    def _settle(self, weights: Sequence[Tensor], ids: tuple[int, ...]) -> list[Tensor]:
-        """Read weights one by one, because something changed or might have."""
+    def _read_slowly(self, weights: Sequence[Tensor], ids: tuple[int, ...]) -> list[Tensor]:
+        """Read by the slow path: refresh what changed or might have, make missing shadows, and cache the list."""
         with self._lock:
             recording = self._entered and torch.is_grad_enabled()
             if recording and not self._accumulating and (cached := self._cached_reads.get(ids)) is not None:
@@ -322,7 +327,7 @@ class ShadowStore:
                 self._refresh_all(everything or self._stale)
             else:
                 known = [weight for weight in weights if id(weight) in self._entries]
-                self._sync([(weight, self._entries[id(weight)]) for weight in known], everything=False)
+                self._copy_changed([(weight, self._entries[id(weight)]) for weight in known], everything=False)
             if recording:
                 # Only now: a thread that comes in meanwhile has to wait for the copies.
                 self._entered = False
@@ -347,9 +352,11 @@ class ShadowStore:
             return cached.shadows.copy()
 
     def _refreshed_by(self, cached: CachedRead, weights: Sequence[Tensor], ids: tuple[int, ...]) -> bool:
-        """Refresh all shadows by one cached read, in the usual case: an optimizer stepped on all weights, nothing else.
+        """Refresh all shadows by one cached read of all weights, and return True; do nothing, and return False, unless
 
-        Return False, and do nothing, in any other case.
+        - the read's shadows still belong to the weights, and either all of these changed or none;
+        - an optimizer stepped on all of them or on none;
+        - it wrote the shadows of all itself, or none of them.
         """
         known = len(self._entries)
         if cached.distinct != known or cached.device is None or not any(cached.requires_grad):
@@ -358,7 +365,8 @@ class ShadowStore:
         if changed is None or stepped not in (0, known) or written not in (0, 0 if changed or stepped else known):
             return False
         if changed and any(self._entries[key].version != then for key, then in zip(ids, cached.versions, strict=True)):
-            # Another read copied it meanwhile: a copy that autograd sees would break a pending backward.
+            # Another cached read has copied these versions already. To copy in place again would raise the shadow's
+            # version, and break a backward that is pending.
             return False
         if written and not same(cached.looks):
             return False
@@ -392,7 +400,7 @@ class ShadowStore:
         return entry
 
     def _refresh_all(self, everything: bool) -> None:
-        self._sync(self._living(), everything)
+        self._copy_changed(self._living(), everything)
         self._stepped.clear()
         self._stale = False
 
@@ -415,33 +423,33 @@ class ShadowStore:
                 pairs.append((weight, entry))
         return pairs
 
-    def _sync(self, pairs: list[tuple[Tensor, Entry]], everything: bool) -> None:
+    def _copy_changed(self, pairs: list[tuple[Tensor, Entry]], everything: bool) -> None:
         """Copy the changed weights, or ``everything``, to their shadows; drop the shadows that no longer fit."""
-        moving, resting = self._divided(pairs, everything)
-        looks = self._looks_at(resting)
+        to_copy, unchanged = self._drop_unfit_and_divide(pairs, everything)
+        looks = self._looks_at(unchanged)
         if looks is None or not same(looks):
             # One was written past the version counters: others may be, too, without a change in their samples.
             self._written.clear()
-            moving, _ = self._divided(self._living(), everything=True)
-        if not moving:
+            to_copy, _ = self._drop_unfit_and_divide(self._living(), everything=True)
+        if not to_copy:
             return
         copies: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-        for weight, entry, changed in moving:
+        for weight, entry, changed in to_copy:
             entry.version = weight._version
             self._written.discard(entry.key)
             targets, sources = copies.get(entry.device) or copies.setdefault(entry.device, ([], []))
             targets.append(entry.shadow if changed else entry.alias)
             sources.append(weight)
         # Noted before the copy, so that a concurrent write by another thread shows at the next look.
-        note(self._looks_at([(weight, entry) for weight, entry, _ in moving]) or ())
+        note(self._looks_at([(weight, entry) for weight, entry, _ in to_copy]) or ())
         self._copy(copies.values())
 
-    def _divided(
+    def _drop_unfit_and_divide(
         self, pairs: list[tuple[Tensor, Entry]], everything: bool
     ) -> tuple[list[tuple[Tensor, Entry, bool]], list[tuple[Tensor, Entry]]]:
         """Return the weights to copy (and which of them show a change), and the others; drop what no longer fits."""
-        moving: list[tuple[Tensor, Entry, bool]] = []
-        resting: list[tuple[Tensor, Entry]] = []
+        to_copy: list[tuple[Tensor, Entry, bool]] = []
+        unchanged: list[tuple[Tensor, Entry]] = []
         stepped = self._stepped
         for weight, entry in pairs:
             changed = weight._version != entry.version or entry.key in stepped
@@ -451,10 +459,10 @@ class ShadowStore:
                     widen([weight])
                 self._drop(entry.key)
             elif changed or (everything and entry.key not in self._written):
-                moving.append((weight, entry, changed))
+                to_copy.append((weight, entry, changed))
             else:
-                resting.append((weight, entry))
-        return moving, resting
+                unchanged.append((weight, entry))
+        return to_copy, unchanged
 
     def _looks_at(self, pairs: list[tuple[Tensor, Entry]]) -> list[Look] | None:
         """Return the comparisons of these weights, whose addresses are those of their entries.
@@ -485,7 +493,7 @@ class ShadowStore:
                 for targets, weights in copies:
                     foreach_copy_(targets, [*weights])
         except BaseException:
-            # Half of the shadows are copied, which the notes do not tell.
+            # Some shadows are copied, and nothing tells which.
             self.clear()
             raise
         self.refreshes += 1
@@ -560,7 +568,7 @@ def _stores() -> weakref.WeakSet[ShadowStore]:
     stores: weakref.WeakSet[ShadowStore] = weakref.WeakSet()
 
     def stepped(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        # dynamo before torch 2.13 cannot unpack it, in a compiled step.
+        # By ``list``: in a compiled step dynamo before torch 2.13 cannot unpack a WeakSet.
         for store in list(stores):
             store._note_step(optimizer)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import fxprec
 from fxprec.model.conversion import conversion_of
-from fxprec.model.static import _ENOUGH, _MOST
+from fxprec.model.static import _MOST_BEFORE_DYNAMO, _MOST_SYMBOLIC
 
 LOW = torch.bfloat16
 
@@ -54,7 +54,7 @@ def test_an_attribute_that_counts_calls(tools, capture):
         torch.testing.assert_close(model(x), _expected(model, x), atol=0.05, rtol=0.05)
     conversion = conversion_of(model)
     if capture == "auto":
-        assert f"step changed from {_ENOUGH - 1} to {_ENOUGH}" in conversion.declined[-1]
+        assert f"step changed from {_MOST_BEFORE_DYNAMO - 1} to {_MOST_BEFORE_DYNAMO}" in conversion.declined[-1]
     assert len(conversion.captured) < 4
     assert conversion.net == {}
     assert tools.matmul_dtypes(model, x) == {LOW: 1}
@@ -75,9 +75,9 @@ def test_few_values_stay_static():
 def test_a_symbolic_capture_keeps_the_newest(tools):
     model, _ = fxprec.convert(Scheduled(), capture="symbolic")
     x = torch.randn(2, 8)
-    for scale in range(_MOST + 3):
+    for scale in range(_MOST_SYMBOLIC + 3):
         model(x, scale)
-    assert len(fxprec.graphs(model)) == _MOST
+    assert len(fxprec.graphs(model)) == _MOST_SYMBOLIC
     assert torch.equal(model(x, 0), model(x, 0))
     assert tools.matmul_dtypes(model, x, 1) == {LOW: 1}
 

@@ -21,13 +21,13 @@ def weights() -> list[Tensor]:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """One element each time the store looks at one weight after the other."""
     found: list[bool] = []
-    sync = ShadowStore._sync
+    sync = ShadowStore._copy_changed
 
     def counted(store: ShadowStore, pairs: list, everything: bool) -> None:
         found.append(everything)
         sync(store, pairs, everything)
 
-    monkeypatch.setattr(ShadowStore, "_sync", counted)
+    monkeypatch.setattr(ShadowStore, "_copy_changed", counted)
     return found
 
 

@@ -18,6 +18,10 @@ ran yet, and its guards still are those of a call under the net. So are traced f
 - enter ``torch.autocast`` by themselves: what they compute there has the dtypes that the user's own autocast gives it;
 - ask for autocast's state, in the user's code: ``torch.is_autocast_enabled("cpu")``. (Installed packages may ask
   because their kernels take what arrives, which is low: they see the net.)
+
+To change it safely: a dtype that is marked wrongly is taken for the net's, and what the user lowered on purpose becomes
+FP32; one that is not marked is obeyed, and FP32 work is done in the low dtype. Neither raises. A second trace must not
+repeat effects: it may only begin where nothing of the frame ran yet (``_NetShows`` is raised while dynamo traces).
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ _QUESTIONS: Final = frozenset({
 
 
 class _NetShows(BaseException):
-    """Ends a trace. dynamo would take an ``Exception`` for a failure of its own, and leave the frame."""
+    """Signal that a trace shows the net. No ``Exception``: dynamo would take it for a failure, and skip the frame."""
 
 
 def traced(
@@ -155,7 +159,7 @@ class _FollowedDtypes:
 
     def __init__(self, first: bool) -> None:
         self._first = first
-        # Variables by id, which keeps them alive: they cannot be hashed, and hold no other attributes.
+        # Variables by id, and kept alive, so that no other gets it: they cannot be hashed, and take no attributes.
         self._dtypes: dict[int, Any] = {}
         self._limits: dict[int, Any] = {}
         self._made_low: dict[Node, bool] = {}
@@ -238,7 +242,7 @@ def _is_low_by_net(node: Node, first: bool, known: dict[Node, bool]) -> bool:
     if node not in known:
         # Only ends an endless recursion; a graph has no cycles.
         known[node] = True
-        # What the user gave is low by the user's will; what dynamo handed over is nobody's.
+        # What the user gave is low by the user's will; what comes from an earlier frame may be the net's.
         value = node.meta.get("example_value")
         if node.op in ("placeholder", "get_attr"):
             known[node] = not (isinstance(value, torch.nn.Parameter) or (first and "grapharg" in node.meta))

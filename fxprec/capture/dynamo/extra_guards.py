@@ -1,4 +1,4 @@
-"""What dynamo takes for granted, without a guard, and the interpreter looks up at each call.
+"""Guards for what dynamo takes for granted and the interpreter looks up at each call.
 
 ====================================  ==================================================================================
 ``Block.attend = other``              the methods that classes have: it inlines them, and guards the object's class
@@ -14,6 +14,11 @@
 
 Collected while dynamo compiles, from the functions that it inlines and the frames that it takes, and asked at each call
 of the model: a few microseconds for 60 modules.
+
+To change it safely: a guard too few leaves a stale graph in use, without an error; the rows of the table are tested one
+by one in ``tests/capture/dynamo/test_extra_guards.py``. A guard that fails without a change captures the model again at
+each call, until ``MOST_RESTARTS`` sends it to autocast: so nothing is compared here that is made anew at each look, as
+what a descriptor gives, and nothing is guarded that ends with the call (``lasting``).
 """
 
 from __future__ import annotations
@@ -142,7 +147,7 @@ class ExtraGuards:
         """Guard what code may look up. ``lasting``: the objects that will still be there at the next call."""
         self._facts = None
         values, names = [*values], names_in(code)
-        # Code that reads a namespace may find any name there that it mentions.
+        # Code that reads a namespace may find any name there that it mentions, as a name or as a string.
         if "__dict__" in names or "vars" in names:
             for value in values:
                 for path, module in value.named_modules() if isinstance(value, nn.Module) else ():
@@ -159,7 +164,7 @@ class ExtraGuards:
             self._seen.add((code, id(scope)))
             self._lacks(module.__name__, scope, names & _BUILTINS)
             around = [scope[name] for name in names if name in scope]
-        # Of what the code leads to, whatever may get an attribute of a name that the code looks up.
+        # Whatever the code leads to may get an attribute of a name that the code looks up.
         for value in (*around, *lasting):
             if isinstance(value, FunctionType | ModuleType) and not is_library(value):
                 self._lacks(value.__name__, vars(value), names.union(_strings(code)))
@@ -169,7 +174,10 @@ class ExtraGuards:
                 self._registered = abc.get_cache_token()
 
     def _classes(self, value: Any, names: set[str], seen: set[int]) -> None:
-        """Guard that no other class of an object, or of what these names lead to, gets a name that code looks up."""
+        """Guard that no class before the one that gives a name now gets that name, of an object and what it leads to.
+
+        ``seen``: ids of the objects that were looked at, since objects may hold each other.
+        """
         cls = type(value)
         if id(value) in seen or not hasattr(value, "__dict__") or is_library(cls) or isinstance(value, Tensor | type):
             return
@@ -204,7 +212,7 @@ class ExtraGuards:
         ]
         yield from as_expected(each for each in methods if type(each.value) is FunctionType)
         for each in methods:
-            # What a descriptor makes may be another object at each look.
+            # Compared before a descriptor makes anything of it: that may be another object at each look.
             if type(each.value) is not FunctionType:
                 look_up = functools.partial(inspect.getattr_static, attr=each.name)
                 yield Fact(look_up, each.scope, each.value, each.change)

@@ -1,4 +1,4 @@
-"""dynamo, for the time of a compilation, held to what the interpreter does where it takes liberties.
+"""Holds dynamo, for the time of a compilation, to what the interpreter does where dynamo takes liberties.
 
 Left to the interpreter, with a graph break whose reason the report has:
 
@@ -28,6 +28,11 @@ Guarded beside what dynamo guards:
 
 ``torch.compiler.is_compiling()`` is False in the user's code, as in eager mode. In installed packages it is True: they
 ask it to leave out what would break a graph and changes no result.
+
+To change it safely: each line of these lists is a row of ``_Refusals.replacements``, which puts a function of this file
+in the place of a method of dynamo's, and a test in ``tests/capture/dynamo``. Without the row a model gives other values
+than its original, silently. A refusal too many costs a graph break, which the report shows. The names of dynamo's
+classes are those of ``dynamo_classes`` in ``fxprec/torch_internals.py``, where versions of torch differ.
 """
 
 from __future__ import annotations
@@ -139,6 +144,7 @@ class _Refusals:
             before(classes.user_class, "call_function", _call_of_class),
             before(classes.autograd_function, "call_apply", self.note_function),
             before(classes.applied_function, "call_function", self.refuse_recorded_apply),
+            # From torch 2.13 on dynamo guards the attributes of classes itself.
             *([] if GUARDS_CLASSES else [instead_of(classes.user_class, "var_getattr", _guarded_attribute)]),
             instead_of(classes.inference_mode, "create", _no_inference_mode),
             instead_of(classes.inliner, "build_inline_tracer", self.inlined),
@@ -197,7 +203,7 @@ class _Refusals:
 
     def inlined(self, trace: Callable[..., Any], parent: Any, function: Any, args: Any, *rest: Any, **more: Any) -> Any:
         """Note a function that dynamo inlines; of an encoder inline what gives what torch's fused path would."""
-        # The first argument tells in which class the function was found.
+        # The first argument tells in which class the function was found, whose other methods may come to hide it.
         first = getattr(function, "obj", None)
         first = next(iter(args), None) if first is None else first
         value, owners = (None, []) if first is None else value_behind(first)

@@ -10,6 +10,10 @@
 
 What such code asks about is read from its bytecode, backwards from the instruction that asks, and evaluated in the
 running frame as far as that runs nothing but look-ups.
+
+To change it safely: what is not known here ends the trace (``UNKNOWN``), and dynamo takes the model. So a missing case
+costs a slower capture, and a case too many gives a graph that took the wrong branch, without an error. Bytecode changes
+with each version of Python: opcodes that a version lacks must not be asked for by ``dis.opmap`` alone.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from torch.fx import Proxy
 
 from fxprec.capture.user_code import is_torchs
 
-#: What evaluation cannot tell.
+#: Value of what evaluation cannot tell. Whoever meets it must assume a traced value.
 UNKNOWN: Final = object()
 #: Where torch's own code asks for the class of a value, and not the frame that calls it.
 NOT_ASKED: Final = object()
@@ -58,7 +62,7 @@ class Question(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def questions(code: CodeType) -> tuple[Question, ...]:
-    """Find all in one code object, but for ``is None``."""
+    """Return the questions in one code object, but for ``is None``, which a proxy answers as its tensor does."""
     if _OPCODES.isdisjoint(code.co_code[::2]) and _ASKING.isdisjoint((*code.co_names, *code.co_freevars)):
         return ()
     # Most code asks nothing of the kind, and is not disassembled.
@@ -145,7 +149,10 @@ def _parts(listed: list[dis.Instruction], place: int, count: int) -> tuple[Expre
 
 
 def _expression(listed: list[dis.Instruction], place: int) -> tuple[Expression | None, int]:
-    """Return the one that ends at a place, and where it begins; past the first that cannot be read, none can."""
+    """Return the expression that ends at a place, and where it begins; None where it has an unknown instruction.
+
+    Then nothing before it can be read either: nobody knows where that instruction's operands begin.
+    """
     # How many values an instruction takes from the stack tells where its expression begins.
     if place < 0:
         return None, 0
@@ -193,7 +200,7 @@ def _value(expression: Expression | None, frame: FrameType) -> Any:
         return UNKNOWN
     if name == "BUILD_TUPLE":
         return tuple(parts)
-    # Nothing is computed with a proxy here: the trace would record it.
+    # Nothing is computed with a proxy here: the trace would record it as an op of the model.
     traced = next((part for part in parts if isinstance(part, Proxy)), None)
     if traced is not None and (traced is parts[0] or parts[0] is type or name != "CALL"):
         return getattr(traced, argument, UNKNOWN) if name in _ATTRIBUTES else traced
