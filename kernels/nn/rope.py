@@ -163,9 +163,7 @@ def rope(
             of what that does not serve.
         CompilerError: nothing can be compiled here.
     """
-    rotary = _check("rope", {"x": x}, cos, sin, rotary_dim)
-    if compiled:
-        _check_compiled("rope", x, cos, sin)
+    rotary = _check("rope", {"x": x}, cos, sin, rotary_dim, compiled)
     return _ROPE(x, cos, sin, rotary, interleaved, False, compiled)
 
 
@@ -182,9 +180,7 @@ def rope_qk(
     Raises:
         TypeError, ValueError: as ``rope``.
     """
-    rotary = _check("rope_qk", {"q": q, "k": k}, cos, sin, rotary_dim)
-    if compiled:
-        _check_compiled("rope_qk", q, k, cos, sin)
+    rotary = _check("rope_qk", {"q": q, "k": k}, cos, sin, rotary_dim, compiled)
     return _ROPE_QK(q, k, cos, sin, rotary, interleaved, False, compiled)
 
 
@@ -201,8 +197,7 @@ def run_for(x: Tensor, turned: Tensor, tables: Sequence[Tensor], *, interleaved:
         a function of x and the two tensors that the tables are views of; None if ``rope`` would copy one of them.
     """
     cos, sin = tables
-    rotary = _check("rope", {"x": turned}, cos, sin, None)
-    _check_compiled("rope", turned, *tables)
+    rotary = _check("rope", {"x": turned}, cos, sin, None, True)
     out = torch.empty_like(turned)
     if not turned.numel() or any(each.stride(-1) != 1 for each in (turned, out, *tables)):
         return None
@@ -242,7 +237,10 @@ def reference(
     return torch.cat((result.to(x.dtype), rest), dim=-1)
 
 
-def _check(name: str, tensors: dict[str, Tensor], cos: Tensor, sin: Tensor, rotary_dim: int | None) -> int:
+def _check(
+    name: str, tensors: dict[str, Tensor], cos: Tensor, sin: Tensor, rotary_dim: int | None, compiled: bool
+) -> int:
+    """Raise for arguments that the op, or its compiled loop, does not take; return how many columns turn."""
     check_operands(name, cos=cos, sin=sin, **tensors)
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise ValueError(f"{name} computes no gradient of cos and sin: detach them, or rotate in plain torch.")
@@ -270,17 +268,16 @@ def _check(name: str, tensors: dict[str, Tensor], cos: Tensor, sin: Tensor, rota
             f"{name}: cos has {width} columns, which is neither R nor R / 2 for an even R = {rotary} of at most "
             f"D = {dim} columns to rotate. Give rotary_dim where R is neither D nor cos's columns."
         )
-    return rotary
-
-
-def _check_compiled(name: str, *tensors: Tensor) -> None:
-    odd = [x for x in tensors if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float32)]
-    if odd or tensors[-1].dtype != tensors[-2].dtype:
-        x = odd[0] if odd else tensors[-1]
+    if not compiled:
+        return rotary
+    odd = [x for x in (*tensors.values(), cos, sin) if x.device.type != "cpu" or x.dtype is torch.float16]
+    if odd or cos.dtype != sin.dtype:
+        x = odd[0] if odd else sin
         raise ValueError(
             f"{name}(compiled=True) serves bfloat16 and float32 on a CPU, cos and sin of one dtype; got {x.dtype} on "
             f"'{x.device}'. Leave compiled out."
         )
+    return rotary
 
 
 def _launch(
@@ -290,7 +287,7 @@ def _launch(
     tensors, cos, sin = [*map(_in_rows, tensors)], _in_rows(cos), _in_rows(sin)
     if compiled:
         for x, out in zip(map(_four, tensors), map(_four, outs), strict=True):
-            launch_compiled(x, out, cos, sin, _steps((cos, sin)), rotary, interleaved, inverse)
+            compiled_for(x, out, cos, _steps((cos, sin)), rotary, interleaved, inverse)(x, out, cos, sin)
         return
     lie = [(x.shape, x.stride()) for x in (*tensors, *outs, cos, sin)]
     launch = _bound(rotary, interleaved, inverse, *lie)
@@ -421,20 +418,6 @@ class _Rope(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int64) for name in _SIZES)
 
 
-def launch_compiled(
-    x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, tables: Sequence[int], rotary: int, interleaved: bool,
-    inverse: bool,
-) -> None:  # fmt: skip
-    """Write the rotation of x to out.
-
-    Args: see ``compiled_for``.
-
-    Raises:
-        CompilerError: nothing can be compiled here.
-    """
-    compiled_for(x, out, cos, tables, rotary, interleaved, inverse)(x, out, cos, sin)
-
-
 def compiled_for(
     x: Tensor, out: Tensor, cos: Tensor, tables: Sequence[int], rotary: int, interleaved: bool, inverse: bool
 ) -> Run:
@@ -451,16 +434,8 @@ def compiled_for(
     Raises:
         CompilerError: nothing can be compiled here.
     """
-    of = _Rope(
-        *x.shape,
-        rotary // 2,
-        *x.stride()[:3],
-        *out.stride()[:3],
-        *tables,
-        cos.shape[-1] == rotary,
-        interleaved,
-        inverse,
-    )
+    of = _Rope(*x.shape, rotary // 2, *x.stride()[:3], *out.stride()[:3], *tables)
+    of.wide, of.neighbours, of.inverse = cos.shape[-1] == rotary, interleaved, inverse
     low, low_tables = (int(each.dtype is torch.bfloat16) for each in (x, cos))
     function = _function()
     sizes = ctypes.pointer(of)
