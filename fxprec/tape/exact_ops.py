@@ -155,18 +155,18 @@ def _cross_entropy_backward(
 
 def _linear_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, reduction: str,
-    smoothing: float, z_loss: float, chunk: int, *wanted: bool,
+    smoothing: float, z_loss: float, chunk: int, wanted: list[bool],
 ) -> tuple[Any, ...]:  # fmt: skip
     settings = (ignore_index, smoothing, z_loss, chunk)
     loss = reference(F.linear(hidden, weight, bias), target, None, ignore_index, reduction, smoothing, z_loss)
     count = count_targets(target, None, ignore_index) if reduction == "mean" else loss.new_empty(0)
     ones = hidden.new_ones(len(hidden))
-    return loss, count, *_linear_cross_entropy_backward(ones, hidden, weight, target, bias, *settings, *wanted)
+    return loss, count, *_linear_cross_entropy_backward(ones, hidden, weight, target, bias, *settings, wanted)
 
 
 def _linear_cross_entropy_backward(
     grad: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int,
-    smoothing: float, z_loss: float, _chunk: int, *wanted: bool,
+    smoothing: float, z_loss: float, _chunk: int, wanted: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     rows, _ = _of_rows(F.linear(hidden, weight, bias), target, None, ignore_index, smoothing, z_loss)
     rows = rows * grad[:, None]

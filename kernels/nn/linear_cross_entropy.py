@@ -138,13 +138,10 @@ def _forward(
     label_smoothing: float,
     z_loss: float,
     chunk: int,
-    of_hidden: bool,
-    of_weight: bool,
-    of_bias: bool,
+    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss, a mean's denominator (if any) and the gradients of the sum that are asked for."""
-    wanted = (of_hidden, of_weight, of_bias)
-    loss, denominator, *made = _fake(hidden, weight, target, bias, ignore_index, reduction, *wanted)
+    """Return the loss, a mean's denominator (if any) and the wanted gradients of the sum (hidden, weight, bias)."""
+    loss, denominator, *made = _fake(hidden, weight, target, bias, ignore_index, reduction, wanted)
     losses = loss if reduction == "none" else hidden.new_empty(len(hidden), dtype=torch.float32)
     gradients = tuple(g if w else None for g, w in zip(made, wanted, strict=True))
     _run_chunks(
@@ -163,13 +160,12 @@ def _fake(
 ) -> tuple[Tensor, ...]:
     loss = hidden.new_empty(len(hidden) if reduction == "none" else (), dtype=torch.float32)
     denominator = hidden.new_empty(() if reduction == "mean" else 0, dtype=torch.float32)
-    return loss, denominator, *_empty_gradients(hidden, weight, *rest[-3:])
+    return loss, denominator, *_empty_gradients(hidden, weight, rest[-1])
 
 
-def _empty_gradients(
-    hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool, of_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_gradients(hidden: Tensor, weight: Tensor, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the gradients of hidden, weight and bias, empty if not wanted; the weight's has room for padding."""
+    of_hidden, of_weight, of_bias = wanted
     rows = (pitch_of(len(weight), hidden.itemsize), *weight.shape[1:]) if of_weight else (0,)
     return (
         hidden.new_empty(hidden.shape if of_hidden else (0,)),
@@ -188,13 +184,10 @@ def _backward(
     label_smoothing: float,
     z_loss: float,
     chunk: int,
-    of_hidden: bool,
-    of_weight: bool,
-    of_bias: bool,
+    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients for a gradient of each row's loss, [N]; the logits are computed again."""
-    wanted = (of_hidden, of_weight, of_bias)
-    made = _empty_gradients(hidden, weight, *wanted)
+    """Return the wanted gradients for a gradient of each row's loss, [N]; the logits are computed again."""
+    made = _empty_gradients(hidden, weight, wanted)
     losses = torch.empty_like(hidden[:, :1].reshape(-1), dtype=torch.float32)
     gradients = tuple(g if w else None for g, w in zip(made, wanted, strict=True))
     _run_chunks(
@@ -204,7 +197,7 @@ def _backward(
 
 
 def _backward_fake(grad_output: Any, hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_gradients(hidden, weight, *rest[-3:])
+    return _empty_gradients(hidden, weight, rest[-1])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -216,10 +209,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     hidden, weight, target, bias, denominator, *made = ctx.saved_tensors
-    ignore_index, reduction, label_smoothing, z_loss, chunk, *kept = ctx.settings
+    ignore_index, reduction, label_smoothing, z_loss, chunk, kept = ctx.settings
     if torch.is_grad_enabled():
         return eager_gradients(reference, (hidden, weight, target, bias, *ctx.settings[:4]), (grad,))
-    wanted = tuple(ctx.needs_input_grad[i] for i in (0, 1, 3))
+    wanted = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
     # The forward made the gradients that are wanted: they need their factor alone.
     if all(k or not w for k, w in zip(kept, wanted, strict=True)):
         over = denominator if reduction == "mean" else None
@@ -230,8 +223,7 @@ def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
             # Without any label the gradients are 0, not 0 / 0.
             grad = grad / torch.where(denominator == 0, 1.0, denominator)
         again = _backward_op(
-            grad.expand(len(hidden)), hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, chunk,
-            *wanted,
+            grad.expand(len(hidden)), hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, chunk, wanted
         )  # fmt: skip
         places = zip((hidden, weight, bias), again, wanted, strict=True)
         found = [g.to(x.dtype) if w else None for x, g, w in places]
@@ -286,10 +278,10 @@ def linear_cross_entropy(
     x = x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
     # With "none" each row's factor is known in the backward only.
     now = reduction != "none" and wants_gradients_now()
-    wanted = [now and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    wanted = [bool(now and t is not None and t.requires_grad) for t in (hidden, weight, bias)]
     loss = _op(
         x, weight, target.reshape(-1), bias, ignore_index, reduction, float(label_smoothing), float(z_loss), chunk or 0,
-        *wanted,
+        wanted,
     )[0]  # fmt: skip
     return loss.view(target.shape) if reduction == "none" else loss
 

@@ -1,7 +1,7 @@
-"""Finds the stride arguments of a kernel, and writes the offsets and masks of a tile's elements as Triton expressions.
+"""Finds the arguments of a kernel for tensors of given strides: pointers, sizes, and the strides that it must be given.
 
-``row`` (or ``row_0``, ``row_1``, ... where several strides are needed) counts rows in 64 bits, ``column`` columns in as
-many as they need. What varies along rows alone is a vector of them, read and written once a row.
+A stride of 1, and one of as many elements as there are columns, need no argument. Kernels in Triton and in C++ have the
+same arguments (``source``, ``loops``).
 """
 
 from __future__ import annotations
@@ -25,54 +25,12 @@ class Access:
     columns: str
 
 
-@dataclass(frozen=True, slots=True)
-class Addresses:
-    """Offsets and masks for the tiles of one kernel.
-
-    Attributes:
-        flat: there is one row of any length.
-        dimensions: how many row dimensions there are.
-        inside_row: mask of the tile's columns that exist; "" where tiles never reach over the end of a row.
-    """
-
-    flat: bool
-    dimensions: int
-    inside_row: str
-
-    def rowwise(self, rows: bool, columns: bool) -> bool:
-        """Return whether a tensor that varies so is a vector, with one element for each row of the tile."""
-        return rows and not columns and not self.flat
-
-    def offset(self, access: Access, rows: bool, columns: bool) -> str:
-        """Return the offset from the pointer of a tensor that varies along rows, columns, both or neither."""
-        names = ["row"] if self.dimensions == 1 else [f"row_{i}" for i in range(self.dimensions)]
-        steps = [(name, stride) for name, stride in zip(names, access.rows, strict=False) if stride]
-        parts = [name if stride == "1" else f"{name} * {stride}" for name, stride in steps]
-        if self.rowwise(rows, columns):
-            # A stride of 0 still needs the shape of the rows, hence ``row * 0``.
-            return "".join(f" + {part}" for part in parts) or " + row * 0"
-        text = f" + ({' + '.join(parts)})[:, None]" if parts else ""
-        if access.columns:
-            return text + (" + column" if access.columns == "1" else f" + column.to(tl.int64) * {access.columns}")
-        return text + " + column * 0" if columns or parts else text
-
-    def mask(self, rows: bool, columns: bool) -> str:
-        """Return the mask of the tile's elements that exist; "" where all do."""
-        if self.flat:
-            return "inside" if columns else ""
-        if rows and columns:
-            return "inside"
-        if columns:
-            return self.inside_row
-        return "within" if rows else ""
-
-
 #: Strides of a tensor along each row dimension and along the columns, as ``layout.place`` returns them.
 Placed: TypeAlias = tuple[list[int], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Walks:
+class KernelArguments:
     """Pointers and integer arguments of one kernel.
 
     Attributes:
@@ -92,12 +50,12 @@ class Walks:
     wide: bool
 
 
-def walks(
+def kernel_arguments(
     program: RowProgram,
     layout: Layout,
     loads: Sequence[tuple[str, Placed]],
     stores: Sequence[tuple[str, Placed | None]],
-) -> Walks:
+) -> KernelArguments:
     """Find the pointers and integer arguments of a kernel.
 
     Args:
@@ -107,19 +65,19 @@ def walks(
     named = [*loads, *stores]
     sizes, places = merged(layout, [place for _, place in named if place is not None])
     found, taken, strides = iter(places), set[str](), dict[str, int]()
-    walked: list[tuple[str, Access]] = []
+    pointers: list[tuple[str, Access]] = []
     for (tensor, place), (rows, columns) in zip(named, ports, strict=True):
         tensor = _unique(tensor, taken)
-        walk = Access((), "") if place is None else _access(tensor, next(found), rows, columns, layout, strides)
-        walked.append((f"{tensor}_ptr", walk))
+        access = Access((), "") if place is None else _access(tensor, next(found), rows, columns, layout, strides)
+        pointers.append((f"{tensor}_ptr", access))
     # Tensors that vary along rows and columns are most of the traffic: only their strides decide on wide accesses.
     full = [
         access
-        for (_, access), (_, place), along in zip(walked, named, ports, strict=True)
+        for (_, access), (_, place), along in zip(pointers, named, ports, strict=True)
         if place is not None and along == (True, True)
     ]
-    return Walks(
-        tuple(walked[: len(loads)]), tuple(walked[len(loads) :]), len(sizes), tuple(strides),
+    return KernelArguments(
+        tuple(pointers[: len(loads)]), tuple(pointers[len(loads) :]), len(sizes), tuple(strides),
         (layout.columns if layout.flat else layout.rows, *sizes[1:], *strides.values()),
         wide=all(each.columns == "1" and not any(strides.get(row, 0) % 8 for row in each.rows) for each in full),
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Writes C++ source for row programs on a CPU: a loop over rows, in it one over columns for each level of reductions.
 
-Rows, of a flat program columns, are cut into tasks, which threads share::
+Rows are cut into tasks, which threads share (of a flat program, which has one row, the columns are)::
 
     for each task                                   in threads
       for each of its rows
@@ -43,13 +43,13 @@ def emit_loops(
     program: RowProgram, flat: bool, loads: Sequence[Access], stores: Sequence[Access], dimensions: int,
     strides: Sequence[str],
 ) -> str:  # fmt: skip
-    """Return the source of a library with ``FUNCTION``, whose integers are those of ``walks``, and columns at the end.
+    """Return the source of a library with ``FUNCTION``, which takes the integers of ``KernelArguments``, then columns.
 
     No name in it is the model's, so that equal layers share it; and sizes are no part of it but for what is a number of
     the program, as the 1 / columns of a mean: sequences of another length compile nothing anew.
 
     Args:
-        loads, stores: how each tensor is walked.
+        loads, stores: strides of each tensor, as text.
         dimensions: of the rows.
         strides: names of the stride arguments, as the accesses have them.
 
@@ -57,7 +57,7 @@ def emit_loops(
         Declined: loops do not support the program.
     """
     # Numbers in place of names that the model gave: equal layers then have the same source.
-    check(program)
+    check_supported(program)
     short = {name: f"stride_{number}" for number, name in enumerate(strides)}
     w = _Writer(program, flat, [_renamed(a, short) for a in loads], [_renamed(a, short) for a in stores], dimensions)
     numbers = ["columns" if flat else "rows", *(f"size_{i}" for i in range(1, dimensions)), *short.values()]
@@ -78,7 +78,7 @@ def _header() -> str:
     return files("fxprec.kernels").joinpath("cpu/loops.h").read_text(encoding="utf-8")
 
 
-def check(program: RowProgram) -> None:
+def check_supported(program: RowProgram) -> None:
     """Raise ``Declined`` for programs that loops do not support.
 
     Vectors and the rest of a row are not computed by the same code: functions of libm differ there by a unit in the

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from fxprec.kernels.launch.philox import drop_threshold
-from fxprec.kernels.rows.emit.addresses import Access, Addresses
+from fxprec.kernels.rows.emit.addresses import Access
 from fxprec.kernels.rows.emit.tiling import Tiling
 from fxprec.kernels.rows.program.row_program import RowProgram, Store
 from fxprec.kernels.rows.program.values import COMPARISONS, REDUCTIONS, Operand, Value, walk
@@ -38,7 +38,7 @@ def emit(
     """
     flat = tiling.kind == "flat"
     masked = tiling.masked(max(program.columns, 1))
-    w = _Writer(program, tiling, Addresses(flat, sizes, _INSIDE_ROW[tiling.kind] if masked else ""), loads, stores)
+    w = _Writer(program, tiling, sizes, _INSIDE_ROW[tiling.kind] if masked else "", loads, stores)
     if flat:
         _flat(w)
     elif tiling.kind == "loop":
@@ -81,7 +81,7 @@ def _tiles(w: _Writer) -> None:
         w.line(f"{first} = tl.program_id(0)")
         step = "tl.num_programs(0)"
     w.line("column = start + tl.arange(0, BLOCK)[None, :]")
-    if w.addresses.inside_row:
+    if w.inside_row:
         w.line("inside_row = column < COLUMNS")
     _compute_once(w)
     for n, (store, _) in enumerate(w.partials):
@@ -90,7 +90,7 @@ def _tiles(w: _Writer) -> None:
     head = f"for tile in {'tl.' if ahead else ''}range(first, 1 + (rows - 1) // ROWS, {step}{ahead}):"
     with w.block(head if w.tiling.persistent else ""):
         w.row_index()
-        w.line(f"inside = within[:, None]{' & inside_row' if w.addresses.inside_row else ''}")
+        w.line(f"inside = within[:, None]{' & inside_row' if w.inside_row else ''}")
         w.compute(store.value for store in w.program.stores)
         for n, (store, _) in enumerate(w.partials):
             # Rows beyond the end load zeros, from which a bias or an exponential makes other numbers: masked again.
@@ -101,7 +101,7 @@ def _tiles(w: _Writer) -> None:
         # Each program has a row of partials of its own: no atomics, so sums have the same bits each time.
         w.line(f"mine = partials + first.to(tl.int64) * {w.width}")
     for n, (store, offset) in enumerate(w.partials):
-        mask = ", mask=inside_row" if store.columns and w.addresses.inside_row else ""
+        mask = ", mask=inside_row" if store.columns and w.inside_row else ""
         w.line(f"tl.store({w.partial_place(store, offset)}, tl.sum(total_{n}, axis=0, keep_dims=True){mask})")
 
 
@@ -123,14 +123,14 @@ def _long_rows(w: _Writer) -> None:
         w.row_index()
         for level, reductions in enumerate(w.program.levels):
             w.suffix = f"_{level}"
-            _reduce(w, level, reductions)
+            _reduce_pass(w, level, reductions)
         w.suffix = "_last"
-        _store(w)
+        _store_pass(w)
         if w.tiling.persistent:
             w.line("tl.debug_barrier()  # the next row's partials are read again by this program")
 
 
-def _reduce(w: _Writer, level: int, reductions: list[Value]) -> None:
+def _reduce_pass(w: _Writer, level: int, reductions: list[Value]) -> None:
     """Write one pass for all the reductions of a level: first lane by lane, then over the lanes."""
     arguments = [value.args[0] for value in reductions]
     # One number a row: computed before the loop over the columns, not again in each step of it.
@@ -149,7 +149,7 @@ def _reduce(w: _Writer, level: int, reductions: list[Value]) -> None:
         w.name(value, _REDUCE[value.op].format(f"running_{level}_{n}"))
 
 
-def _store(w: _Writer) -> None:
+def _store_pass(w: _Writer) -> None:
     """Write the last pass, which stores outputs and adds up column partials."""
     w.compute(s.value for s in w.program.stores if isinstance(s.value, Value) and not s.value.columns)
     with w.block(_COLUMNS), w.one_pass():
@@ -158,7 +158,7 @@ def _store(w: _Writer) -> None:
         w.store(columns=True)
         for store, offset in w.partials:
             if store.columns:
-                mask = ", mask=column < COLUMNS" if w.addresses.inside_row else ""
+                mask = ", mask=column < COLUMNS" if w.inside_row else ""
                 place = w.partial_place(store, offset)
                 # A program's first row has no earlier partials: the memory is uninitialized, so its load is masked.
                 w.line(f"earlier = tl.load({place}, mask=column < tl.where(tile != first, COLUMNS, 0), other=0.0)")
@@ -173,17 +173,23 @@ def _store(w: _Writer) -> None:
 
 def _column_index(w: _Writer) -> None:
     w.line("column = start + tl.arange(0, BLOCK)[None, :]")
-    w.line(f"inside = within[:, None]{' & (column < COLUMNS)' if w.addresses.inside_row else ''}")
+    w.line(f"inside = within[:, None]{' & (column < COLUMNS)' if w.inside_row else ''}")
 
 
 _COLUMNS = "for start in range(0, COLUMNS, BLOCK):"
 
 
 class _Writer:
-    """_Writer of a kernel's body: the lines so far, and the names of the values in scope.
+    """Writer of a kernel's body: the lines so far, and the names of the values in scope.
+
+    In the source ``row`` (or ``row_0``, ``row_1``, ... where several strides are needed) counts rows in 64 bits,
+    ``column`` columns in as many as they need. What varies along rows alone is a vector, read and written once a row.
 
     Attributes:
-        program, tiling, addresses: of the kernel.
+        program, tiling: of the kernel.
+        flat: there is one row of any length.
+        dimensions: how many row dimensions there are.
+        inside_row: mask of the tile's columns that exist; "" where tiles never reach over the end of a row.
         loads: value -> (pointer, strides) of the tensors that are read.
         stores: (store, (pointer, strides)) of the tensors that are written.
         partials: (store, first column) of the column partials; each program has a row of ``width`` numbers of its own.
@@ -191,10 +197,11 @@ class _Writer:
     """
 
     def __init__(
-        self, program: RowProgram, tiling: Tiling, addresses: Addresses,
+        self, program: RowProgram, tiling: Tiling, dimensions: int, inside_row: str,
         loads: Sequence[tuple[str, Access]], stores: Sequence[tuple[str, Access]],
     ) -> None:  # fmt: skip
-        self.program, self.tiling, self.addresses = program, tiling, addresses
+        self.program, self.tiling, self.flat = program, tiling, tiling.kind == "flat"
+        self.dimensions, self.inside_row = dimensions, inside_row
         values = [value for value, _ in program.loads]
         self.loads = dict(zip(values, loads, strict=True))
         self.ports = dict(program.loads)
@@ -236,11 +243,11 @@ class _Writer:
         self.line("row = tl.full((1,), tile, tl.int64) * ROWS + tl.arange(0, ROWS)")
         self.line("within = row < rows")
         rest = "row"
-        for i in range(self.addresses.dimensions - 1, 0, -1):
+        for i in range(self.dimensions - 1, 0, -1):
             self.line(f"row_{i} = {rest} % size_{i}")
             self.line(f"over_{i} = {rest} // size_{i}")
             rest = f"over_{i}"
-        if self.addresses.dimensions > 1:
+        if self.dimensions > 1:
             self.line(f"row_0 = {rest}")
 
     # -- values ------------------------------------------------------------------------------------------------------
@@ -271,7 +278,7 @@ class _Writer:
 
     def inside(self, value: Operand, neutral: str) -> str:
         """Return a value with its elements beyond the end of a row replaced by a reduction's neutral element."""
-        inside = self.addresses.inside_row
+        inside = self.inside_row
         return f"tl.where({inside}, {self.text(value)}, {neutral})" if inside else self.text(value)
 
     def _define(self, value: Value) -> str:
@@ -291,7 +298,7 @@ class _Writer:
             return _REDUCE[value.op].format(self.inside(value.args[0], _NEUTRAL[value.op]))
         if value.op == "keep":
             number, p = value.attribute
-            row, count = ("tl.zeros((1,), tl.int64)", "columns") if self.addresses.flat else ("row", "COLUMNS")
+            row, count = ("tl.zeros((1,), tl.int64)", "columns") if self.flat else ("row", "COLUMNS")
             seed = f"tl.load(seeds + (seed + {number}))"
             return f"keep_tile({seed}, {row}, {count}, start, {drop_threshold(p)}, BLOCK)  # p={p:g}"
         if value.op == "round":
@@ -305,11 +312,34 @@ class _Writer:
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
+    def _is_vector(self, rows: bool, columns: bool) -> bool:
+        """Return whether a tensor that varies so is a vector, with one element for each row of the tile."""
+        return rows and not columns and not self.flat
+
+    def _offset(self, access: Access, rows: bool, columns: bool) -> str:
+        """Return the offset from the pointer of a tensor that varies along rows, columns, both or neither."""
+        names = ["row"] if self.dimensions == 1 else [f"row_{i}" for i in range(self.dimensions)]
+        steps = [(name, stride) for name, stride in zip(names, access.rows, strict=False) if stride]
+        parts = [name if stride == "1" else f"{name} * {stride}" for name, stride in steps]
+        if self._is_vector(rows, columns):
+            # A stride of 0 still needs the shape of the rows, hence ``row * 0``.
+            return "".join(f" + {part}" for part in parts) or " + row * 0"
+        text = f" + ({' + '.join(parts)})[:, None]" if parts else ""
+        if access.columns:
+            return text + (" + column" if access.columns == "1" else f" + column.to(tl.int64) * {access.columns}")
+        return text + " + column * 0" if columns or parts else text
+
+    def _mask(self, rows: bool, columns: bool) -> str:
+        """Return the mask of the tile's elements that exist; "" where all do."""
+        if columns:
+            return "inside" if rows or self.flat else self.inside_row
+        return "within" if rows and not self.flat else ""
+
     def _load(self, pointer: str, access: Access, dtype: torch.dtype, value: Value) -> str:
-        mask = self.addresses.mask(value.rows, value.columns)
+        mask = self._mask(value.rows, value.columns)
         other = "" if not mask else f", mask={mask}, other=0" + (".0" if dtype.is_floating_point else "")
-        text = f"tl.load({pointer}{self.addresses.offset(access, value.rows, value.columns)}{other})"
-        if self.addresses.rowwise(value.rows, value.columns):
+        text = f"tl.load({pointer}{self._offset(access, value.rows, value.columns)}{other})"
+        if self._is_vector(value.rows, value.columns):
             text += "[:, None]"
         if dtype is torch.bool:
             return f"{text} != 0"
@@ -321,10 +351,10 @@ class _Writer:
         """Write the stores except column partials; ``columns``: only those that vary along columns, or the others."""
         for store, (pointer, access) in self.stores:
             if columns is None or store.columns is columns:
-                mask = self.addresses.mask(store.rows, store.columns)
-                where = self.addresses.offset(access, store.rows, store.columns)
+                mask = self._mask(store.rows, store.columns)
+                where = self._offset(access, store.rows, store.columns)
                 value = self._stored(store)
-                if self.addresses.rowwise(store.rows, store.columns):
+                if self._is_vector(store.rows, store.columns):
                     value = f"tl.reshape({value}, (ROWS,))"
                 self.line(f"tl.store({pointer}{where}, {value}{f', mask={mask}' if mask else ''})")
 
@@ -333,7 +363,7 @@ class _Writer:
         return f"mine + {offset} + {'column' if store.columns else 'tl.zeros((1, 1), tl.int32)'}"
 
     def _stored(self, store: Store) -> str:
-        value, flat = store.value, self.addresses.flat
+        value, flat = store.value, self.flat
         rows = store.rows and not flat
         shape = f"({'ROWS' if rows else 1}, {'BLOCK' if store.columns else 1})"
         if not isinstance(value, Value):

@@ -86,12 +86,9 @@ def _at_bound(tensors: bool) -> float:
 # -- reductions, softmaxes and norms -----------------------------------------------------------------------------------
 
 
-def _sum(c: TermBuilder, input: RowTerm, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RowTerm:
-    return c.reduce("sum", input, dim, keepdim)
-
-
-def _mean(c: TermBuilder, input: RowTerm, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RowTerm:
-    return c.reduce("mean", input, dim, keepdim)
+def _total(op: str) -> Callable[..., RowTerm]:
+    """Return the lowering of a sum or mean; where it has a ``dtype``, the node's own is taken."""
+    return lambda c, input, dim=None, keepdim=False, dtype=None: c.reduce(op, input, dim, keepdim)
 
 
 def _extreme(op: str) -> Callable[..., RowTerm]:
@@ -189,14 +186,6 @@ ROW_REDUCTIONS: Final[Mapping[str, int | None]] = MappingProxyType(
     }
 )  # fmt: skip
 
-REDUCING: Final[Mapping[str, Callable[..., RowTerm]]] = MappingProxyType(
-    {
-        "sum": _sum, "mean": _mean, "amax": _extreme("max"), "amin": _extreme("min"), "var": _var,
-        "softmax": _softmax, "log_softmax": _log_softmax, "logsumexp": _logsumexp, "normalize": _normalize,
-        "layer_norm": _layer_norm, "rms_norm": _rms_norm,
-    }
-)  # fmt: skip
-
 
 # -- the other ops -----------------------------------------------------------------------------------------------------
 
@@ -225,12 +214,13 @@ def _binary(op: str) -> Callable[..., RowTerm]:
     return lambda c, input, other: c(op, input, other)
 
 
-def _add(c: TermBuilder, input: Any, other: Any, alpha: float = 1) -> RowTerm:
-    return c("add", input, other if alpha == 1 else c("mul", other, alpha) if _is_term(other) else other * alpha)
+def _sum_with(op: str) -> Callable[..., RowTerm]:
+    """Return the lowering of a sum or difference whose second operand is multiplied by ``alpha``."""
 
+    def lowered(c: TermBuilder, input: Any, other: Any, alpha: float = 1) -> RowTerm:
+        return c(op, input, other if alpha == 1 else c("mul", other, alpha) if _is_term(other) else other * alpha)
 
-def _sub(c: TermBuilder, input: Any, other: Any, alpha: float = 1) -> RowTerm:
-    return c("sub", input, other if alpha == 1 else c("mul", other, alpha) if _is_term(other) else other * alpha)
+    return lowered
 
 
 def _div(c: TermBuilder, input: Any, other: Any, rounding_mode: Any = None) -> RowTerm:
@@ -335,24 +325,9 @@ def _hardswish(c: TermBuilder, input: RowTerm, inplace: bool = False) -> RowTerm
     return c("where", c("le", input, -3.0), 0.0, c("where", c("ge", input, 3.0), input, middle))
 
 
-def _where(c: TermBuilder, condition: RowTerm, input: Any, other: Any) -> RowTerm:
-    return c("where", condition, input, other)
-
-
-def _masked_fill(c: TermBuilder, input: RowTerm, mask: RowTerm, value: Any) -> RowTerm:
-    return c("where", mask, value, input)
-
-
-def _addcmul(c: TermBuilder, input: RowTerm, tensor1: RowTerm, tensor2: RowTerm, value: float = 1) -> RowTerm:
-    return c("add", input, c("mul", c("mul", tensor1, tensor2), value))
-
-
-def _addcdiv(c: TermBuilder, input: RowTerm, tensor1: RowTerm, tensor2: RowTerm, value: float = 1) -> RowTerm:
-    return c("add", input, c("mul", c("div", tensor1, tensor2), value))
-
-
-def _lerp(c: TermBuilder, input: RowTerm, end: RowTerm, weight: Any) -> RowTerm:
-    return c("add", input, c("mul", c("sub", end, input), weight))
+def _add_scaled(op: str) -> Callable[..., RowTerm]:
+    """Return the lowering of ``addcmul`` or ``addcdiv``, whose product or quotient ``value`` multiplies."""
+    return lambda c, input, tensor1, tensor2, value=1: c("add", input, c("mul", c(op, tensor1, tensor2), value))
 
 
 def _same(c: TermBuilder, input: RowTerm, *_: Any, **__: Any) -> RowTerm:
@@ -374,7 +349,8 @@ LOWERINGS: Final[Mapping[str, Callable[..., RowTerm]]] = MappingProxyType(
         **{name: _unary(name) for name in _UNARY},
         **{name: _binary(name) for name in (*_COMPARISONS, "mul", "maximum", "minimum")},
         "logical_and": _binary("and"), "logical_or": _binary("or"), "logical_not": _unary("not"),
-        "add": _add, "sub": _sub, "rsub": lambda c, input, other, alpha=1: _sub(c, other, input, alpha),
+        "add": _sum_with("add"), "sub": _sum_with("sub"),
+        "rsub": lambda c, input, other, alpha=1: _sum_with("sub")(c, other, input, alpha),
         "div": _div, "rdiv": _rdiv, "pow": _pow,
         "reciprocal": lambda c, input: c("div", 1.0, input), "square": lambda c, input: c("mul", input, input),
         "log10": lambda c, input: c("mul", c("log", input), 1.0 / math.log(10.0)),
@@ -385,8 +361,13 @@ LOWERINGS: Final[Mapping[str, Callable[..., RowTerm]]] = MappingProxyType(
         "gelu": _gelu, "mish": _mish, "hardsigmoid": _hardsigmoid, "hardswish": _hardswish,
         "tanhshrink": lambda c, input: c("sub", input, c("tanh", input)),
         "softsign": lambda c, input: c("div", input, c("add", c("abs", input), 1.0)),
-        "where": _where, "masked_fill": _masked_fill, "addcmul": _addcmul, "addcdiv": _addcdiv, "lerp": _lerp,
+        "where": lambda c, condition, input, other: c("where", condition, input, other),
+        "masked_fill": lambda c, input, mask, value: c("where", mask, value, input),
+        "addcmul": _add_scaled("mul"), "addcdiv": _add_scaled("div"),
+        "lerp": lambda c, input, end, weight: c("add", input, c("mul", c("sub", end, input), weight)),
         "clone": _same, "contiguous": _same, "positive": _same,
-        **REDUCING,
+        "sum": _total("sum"), "mean": _total("mean"), "amax": _extreme("max"), "amin": _extreme("min"), "var": _var,
+        "softmax": _softmax, "log_softmax": _log_softmax, "logsumexp": _logsumexp, "normalize": _normalize,
+        "layer_norm": _layer_norm, "rms_norm": _rms_norm,
     }
 )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.triton_support import interpreting, launcher
-from fxprec.kernels.rows.emit.addresses import Placed, walks
+from fxprec.kernels.rows.emit.addresses import Placed, kernel_arguments
 from fxprec.kernels.rows.emit.source import emit
 from fxprec.kernels.rows.emit.tiling import Tiling, tiling_of
 from fxprec.kernels.rows.program.layout import Layout
@@ -117,19 +117,19 @@ def prepare(
     name: str, program: RowProgram, layout: Layout,
     loads: Sequence[tuple[str, Placed]], stores: Sequence[tuple[str, Placed | None]], device: torch.device,
 ) -> Launch:  # fmt: skip
-    """Make a launch; the arguments are those of ``walks``."""
-    walked = walks(program, layout, loads, stores)
-    tiling = tiling_of(program, layout.flat, layout.rows, walked.dimensions, walked.wide)
-    source = emit(name, program, tiling, walked.loads, walked.stores, walked.dimensions, walked.strides)
+    """Make a launch; the arguments are those of ``kernel_arguments``."""
+    arguments = kernel_arguments(program, layout, loads, stores)
+    tiling = tiling_of(program, layout.flat, layout.rows, arguments.dimensions, arguments.wide)
+    source = emit(name, program, tiling, arguments.loads, arguments.stores, arguments.dimensions, arguments.strides)
     rows, columns = layout.rows, layout.columns
     down, across = tiling.down(rows, columns, _resident(device, rows, tiling.resident)), tiling.across(columns)
     width = program.partial_width
     return Launch(
-        name, source, tiling, (down * across, 1, 1), walked.numbers,
+        name, source, tiling, (down * across, 1, 1), arguments.numbers,
         draws=any(value.op == "keep" for value in program.values),
         partials=(down, width) if width else None,
         passes=1 + len(program.levels) if tiling.kind == "loop" else 1,
-        wide=columns % 8 == 0 and walked.wide,
+        wide=columns % 8 == 0 and arguments.wide,
         contracts=not program.decides,  # forward and backward would contract other products
     )  # fmt: skip
 

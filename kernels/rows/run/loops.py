@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxprec.kernels.cpu.cpp import compiled_text
 from fxprec.kernels.launch.direct import Run
-from fxprec.kernels.rows.emit.addresses import Placed, walks
+from fxprec.kernels.rows.emit.addresses import Placed, kernel_arguments
 from fxprec.kernels.rows.emit.loops import FUNCTION, emit_loops
 from fxprec.kernels.rows.program.layout import Layout, Spec
 from fxprec.kernels.rows.program.row_program import RowProgram
@@ -78,17 +78,17 @@ def prepare_loops(
     program: RowProgram, layout: Layout,
     loads: Sequence[tuple[str, Placed]], stores: Sequence[tuple[str, Placed | None]],
 ) -> Loops:  # fmt: skip
-    """Prepare the loops of a program; the arguments are those of ``walks``.
+    """Prepare the loops of a program; the arguments are those of ``kernel_arguments``.
 
     Raises:
         Declined: loops do not support the program.
     """
-    walked = walks(program, layout, loads, stores)
+    arguments = kernel_arguments(program, layout, loads, stores)
     source = emit_loops(
-        program, layout.flat, [access for _, access in walked.loads], [access for _, access in walked.stores],
-        walked.dimensions, walked.strides,
+        program, layout.flat, [access for _, access in arguments.loads], [access for _, access in arguments.stores],
+        arguments.dimensions, arguments.strides,
     )  # fmt: skip
-    numbers = walked.numbers if layout.flat else (*walked.numbers, layout.columns)
+    numbers = arguments.numbers if layout.flat else (*arguments.numbers, layout.columns)
     over = layout.columns if layout.flat else layout.rows
     tasks = max(1, min(over, layout.rows * layout.columns // _ELEMENTS, _TASKS))
     width = program.partial_width
