@@ -151,7 +151,7 @@ class Operands:
             return cls(case, inputs, (), seeds)
         made = plan.forward(inputs, seeds, 0, True)
         cotangents = [_random(plan.outputs[n], plan.device) for n in plan.backward_program.cotangents]
-        return cls(case, [[*inputs, *made][n] for n in plan.kept], cotangents, seeds)
+        return cls(case, [[*inputs, *made][n] for n in plan.saved_positions], cotangents, seeds)
 
     def run(self, launch: Launch) -> list[Tensor]:
         """What the kernel stores."""

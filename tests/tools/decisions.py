@@ -52,7 +52,7 @@ def decided(
         firsts = [spec.empty(plan.device) for spec in specs]
         launch = _launch(plan, False, values, specs, changes)
         launch([*inputs, *made, *firsts], seeds, 0, None)
-    kept = [[*inputs, *made][place] for place in plan.kept]
+    kept = [[*inputs, *made][place] for place in plan.saved_positions]
     bw = plan.backward_program
     cotangents = [torch.randn_like(made[n]) for n in bw.cotangents]
     with backward:

@@ -208,7 +208,7 @@ class _Writer:
         self.stores = [each for each in zip(program.stores, stores, strict=True) if not each[0].partial]
         # An output in FP32 shows errors that a rounding to low hides.
         self._exact = any(store.dtype is torch.float32 and store.rows and store.columns for store in program.stores)
-        self._decisive = program.decisive
+        self._exact_values = program.exact_values
         self.partials, self.width = program.partials, program.partial_width
         self.lines: list[str] = []
         self.suffix = ""
@@ -307,7 +307,7 @@ class _Writer:
         whole = value.op in COMPARISONS and any(isinstance(a, Value) and a.kind == "integer" for a in value.args)
         arguments = [str(int(a)) if whole and not isinstance(a, Value) else self.text(a) for a in value.args]
         # One number a row is cheap to compute exactly, and its error would be in every element of the row.
-        exact = value.op in _EXACT and (self._exact or not value.columns or value in self._decisive)
+        exact = value.op in _EXACT and (self._exact or not value.columns or value in self._exact_values)
         return (_EXACT if exact else _EXPRESSIONS)[value.op].format(*arguments)
 
     # -- memory ------------------------------------------------------------------------------------------------------

@@ -41,7 +41,8 @@ _SHARED_ADDRESSES: Final = 4
 #: so it has a quarter as many rows as elements. Three norms in a row, which keep seven statistics to the end, took 267
 #: registers with 4 values of a tile, 32 elements a thread, and two dimensions of rows.
 _ROW_NUMBERS: Final = 4
-#: Registers of a 64-bit number: a row's; of each of several dimensions the place along it, the rest, the way to there.
+#: Registers of a 64-bit number. A row's number is one; with several row dimensions each has three: its index, the
+#: remainder for the next dimension, and the offset.
 _INDEX: Final = 2
 _FLAT: Final = 1024
 #: Tiles that are on their way or computed at one time.
@@ -152,7 +153,7 @@ def _live(program: RowProgram, columns: bool) -> int:
             for argument in (a for a in value.args if isinstance(a, Value)):
                 last[argument] = max(last[argument], place[value])
                 if argument in loads:
-                    first[argument] = place[value]  # of all that read it the first, which comes last here
+                    first[argument] = place[value]  # backwards through the program: the earliest reader is seen last
     last |= {store.value: len(place) for store in program.stores if isinstance(store.value, Value)}
     # +1 where a value is first used, -1 after its last use: the running sum is the number of live values.
     change = [0] * (len(place) + 1)

@@ -33,7 +33,7 @@ def gradients(
     found: dict[Value, Operand] = {}
 
     def add(value: Operand, gradient: Operand | None, wide: bool) -> None:
-        """Add to the gradient of a value; ``wide``: one gradient a column, even if all columns have the same."""
+        """Add to the gradient of a value; ``wide``: it is a gradient for each column, if of the same number in all."""
         if gradient is None or not isinstance(value, Value) or value not in needed:
             return
         # A value that is the same in all columns gets the sum of their gradients.
@@ -153,10 +153,12 @@ def _stores(
 ) -> tuple[list[Store], list[int], list[int]]:
     """Return the stores of gradients, the input that each was made for, and the number of each input's store.
 
-    Inputs that lie in memory alike and have equal gradients share a store.
+    Inputs share a store where their gradients are one value and they lie in memory alike: both operands of a sum do.
 
-    An input that varies along some of the row dimensions has its gradient summed afterwards, from a full FP32 copy: a
-    low one would be rounded before the sum.
+    An input that varies along some of the row dimensions has its gradient summed after the kernel, from a full FP32
+    copy: a low one would be rounded before the sum. Such a copy has the layout's order, whatever the input's, so that
+    inputs of any layout share it; so may a gradient of FP32 that is stored for an input of all rows. These copies come
+    last, so that they find one that serves.
     """
     stores: list[Store] = []
     owners: list[int] = []
@@ -185,6 +187,7 @@ def _stores(
 
 def _statistics(fw: Forward, roots: list[Value], sources: Collection[Value]) -> list[Value]:
     """Return the forward's reductions between the roots and the sources. Saved, they need no second pass over a row."""
+    # Filled while the walk goes on: it ends at each reduction that it finds.
     found: dict[Value, None] = {}
 
     def stop(value: Value) -> bool:

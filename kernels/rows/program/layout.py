@@ -1,9 +1,9 @@
 """Finds the layout of a region: one iteration space of rows x columns, and the strides of each tensor in it.
 
-The space has the region's broadcast shape. Its dimensions are taken in the memory order of the first full tensor (that
-is not expanded, if there is one), so that channels_last runs along channels. With reductions the columns are the
-reduced, last dimensions; without, they are the innermost dimensions that every tensor walks with one stride, which for
-equal dense tensors is all of them: then there is one row, and the program is *flat*.
+The space has the region's broadcast shape. Its dimensions are ordered as the first tensor of that shape has them in
+memory, so that channels_last runs along channels; an expanded tensor leads only if all are. With reductions the columns
+are the reduced, last dimensions; without, they are the innermost dimensions that every tensor walks with one stride,
+which for equal dense tensors is all of them: then there is one row, and the program is *flat*.
 
     shape (8, 512, 768), x contiguous, bias (768,), reduced 0   ->  4096 rows x 768 columns; bias varies along columns
     shape (8, 64, 32, 32), x channels_last, bias (64, 1, 1)     ->  8192 rows x 64 columns
@@ -82,7 +82,7 @@ class Layout:
         return math.prod(self.shape[d] for d in self.column_dims)
 
     def two_dimensional(self, x: Tensor) -> Tensor:
-        """Return a tensor that broadcasts to the shape as rows x columns, of size 1 where constant. May copy."""
+        """Return a tensor that broadcasts to the shape as rows x columns, size 1 where it does not vary. May copy."""
         rank = len(self.shape)
         x = x.reshape((1,) * (rank - x.dim()) + x.shape)
 
@@ -121,7 +121,7 @@ def find_layout(shape: Sequence[int], full: Sequence[tuple[tuple[int, ...], tupl
     """Return the iteration space for a broadcast shape.
 
     Args:
-        full: (shape, strides) of the tensors, the first one of the region's own shape leading.
+        full: (shape, strides) of the tensors. The first one of the region's own shape orders the dimensions.
         reduced: how many trailing dimensions the region reduces over; 0: the columns are chosen here.
 
     Raises:
@@ -144,7 +144,7 @@ def find_layout(shape: Sequence[int], full: Sequence[tuple[tuple[int, ...], tupl
         return Layout(shape, rows, columns)
     # Columns grow outwards for as long as one stride still serves every tensor.
     take = 1
-    while take < len(order) and all(_merge(s, order[-take - 1], order[-take], shape) for s in strides):
+    while take < len(order) and all(_one_stride(s, order[-take - 1], order[-take], shape) for s in strides):
         take += 1
     return Layout(shape, tuple(order[:-take]), tuple(order[-take:]), flat=take >= len(order))
 
@@ -159,7 +159,7 @@ def place(layout: Layout, shape: Sequence[int], strides: Sequence[int]) -> tuple
     # The kernel walks all columns by one stride, whatever dimensions they are.
     columns = layout.column_dims
     for outer, inner in itertools.pairwise(columns):
-        if not _merge(own, outer, inner, layout.shape):
+        if not _one_stride(own, outer, inner, layout.shape):
             raise Declined("a tensor whose columns are not evenly spaced in memory")
     return [own[d] for d in layout.row_dims], own[columns[-1]] if columns else 0
 
@@ -203,5 +203,6 @@ def _broadcast(own: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int,
     return (0,) * missing + tuple(stride if size != 1 else 0 for size, stride in zip(own, strides, strict=True))
 
 
-def _merge(strides: tuple[int, ...], outer: int, inner: int, shape: tuple[int, ...]) -> bool:
+def _one_stride(strides: tuple[int, ...], outer: int, inner: int, shape: tuple[int, ...]) -> bool:
+    """Return whether walking both dimensions, the inner one to its end each time, is walking with one stride."""
     return strides[outer] == shape[inner] * strides[inner]

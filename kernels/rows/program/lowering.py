@@ -140,7 +140,7 @@ def _rms_norm(
 
 def _exponentials(c: TermBuilder, x: RowTerm, dim: Any) -> tuple[RowTerm, RowTerm, RowTerm]:
     """Return x - max, its exponential, and the sum of the exponentials."""
-    c.last(x, dim)
+    c.check_last(x, dim)
     # A softmax does not depend on the maximum, whose gradient is therefore left out.
     shifted = c("sub", x, c.stop(c.reduce("max", x, dim, True)))
     exponential = c("exp", shifted)
@@ -158,7 +158,7 @@ def _log_softmax(c: TermBuilder, input: RowTerm, dim: Any = None, *_unused: Any,
 
 
 def _logsumexp(c: TermBuilder, input: RowTerm, dim: Any, keepdim: bool = False) -> RowTerm:
-    c.last(input, dim)
+    c.check_last(input, dim)
     top = c.stop(c.reduce("max", input, dim, True))
     top = c("where", c("eq", c("abs", top), math.inf), 0.0, top)  # rows of -inf give -inf, not NaN
     total = c.reduce("sum", c("exp", c("sub", input, top)), dim, True)

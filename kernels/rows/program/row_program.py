@@ -90,23 +90,26 @@ class RowProgram:
         return walk(roots, self.loaded.__contains__)
 
     @property
-    def decides(self) -> bool:
-        """True if an op is discontinuous (``DECIDING``), so that the last bits of its operands matter."""
-        return bool(self._decisions)
+    def is_discontinuous(self) -> bool:
+        """True if an op is discontinuous (``DECIDING``): the last bits of its operands then decide between results.
+
+        Such a program is compiled without FMAs, since forward and backward would contract other products.
+        """
+        return bool(self._discontinuous)
 
     @property
-    def decisive(self) -> set[Value]:
+    def exact_values(self) -> set[Value]:
         """Values that discontinuous ops are computed from.
 
         The backward computes such ops anew, or looks for the operand that equals a maximum. So these values must have
         the same bits in both kernels, however those are compiled.
         """
         # The walk ends at loads: both kernels read the same bits from memory.
-        operands = [a for value in self._decisions for a in value.args if isinstance(a, Value)]
+        operands = [a for value in self._discontinuous for a in value.args if isinstance(a, Value)]
         return {*walk(operands, self.loaded.__contains__)}
 
     @property
-    def _decisions(self) -> list[Value]:
+    def _discontinuous(self) -> list[Value]:
         # A maximum that was kept decides nothing by itself.
         loaded = self.loaded
         return [value for value in self.values if value.op in DECIDING and value not in loaded]
@@ -179,17 +182,18 @@ class Backward:
     Attributes:
         program: loads ``saved`` and then the cotangents; stores a gradient for each wanted input.
         saved: ("input" | "output" | "statistic", number) of what the forward keeps for it, in the order of the loads.
-        also: what is kept besides, since the statistics could not be computed again without it (double backward).
+        double_backward_sources: (value, source) of what is kept besides, for a double backward alone: it computes the
+            statistics again, which takes inputs that this program, with the statistics at hand, does not read.
         statistics: the forward's reductions among the loads.
         cotangents: numbers of the outputs whose gradients come next.
         wanted: numbers of the inputs that get gradients.
         stored_in: for each of them the number of its store; equal gradients share one.
-        owners: for each store the number of the input that it was made for.
+        owners: the other way: for each store the number of the input that it was made for first.
     """
 
     program: RowProgram
     saved: tuple[tuple[str, int], ...]
-    also: tuple[tuple[Value, tuple[str, int]], ...]
+    double_backward_sources: tuple[tuple[Value, tuple[str, int]], ...]
     statistics: tuple[Value, ...]
     cotangents: tuple[int, ...]
     wanted: tuple[int, ...]

@@ -235,7 +235,7 @@ class TermBuilder:
         """Return the term without the reduced dimensions, which have size 1."""
         return RowTerm(x.value, x.shape[: len(x.shape) - self.reduced], dropped=True)
 
-    def last(self, x: RowTerm, dim: Any) -> None:
+    def check_last(self, x: RowTerm, dim: Any) -> None:
         """Raise ``Declined`` unless ``dim`` is the dimension of the columns."""
         if len(self._dims(x, dim)) != self.reduced:
             raise Declined("an operation along another dimension than the last")

@@ -149,8 +149,10 @@ def evaluated_backward(
     """
     bw = plan.backward_program
     loads, tensors = [], []
-    values = [value for value, _ in bw.program.loads[: len(bw.saved)]] + [value for value, _ in bw.also]
-    for value, (kind, n), tensor in zip(values, plan.keeps, saved, strict=True):
+    values = [value for value, _ in bw.program.loads[: len(bw.saved)]] + [
+        value for value, _ in bw.double_backward_sources
+    ]
+    for value, (kind, n), tensor in zip(values, plan.saved_sources, saved, strict=True):
         if kind != "statistic":
             spec = (plan.inputs if kind == "input" else plan.outputs)[n]
             # ``evaluate`` broadcasts by shape, so the port tells the dtype alone.

@@ -44,7 +44,8 @@ class Launch:
         passes: how often a row is read.
         wide: whether every access of a full tensor may be one of 16 bytes.
         contracts: whether a product and a sum may be rounded once, as one FMA.
-        kernel: name and source of the kernel that it runs, where that is another one, which differs in names.
+        kernel: name and source of the kernel that runs; None for its own. Equal layers, whose sources differ in the
+            names of their tensors alone, run the first one's, so that Triton compiles it once.
     """
 
     name: str
@@ -130,7 +131,7 @@ def prepare(
         partials=(down, width) if width else None,
         passes=1 + len(program.levels) if tiling.kind == "loop" else 1,
         wide=columns % 8 == 0 and arguments.wide,
-        contracts=not program.decides,  # forward and backward would contract other products
+        contracts=not program.is_discontinuous,  # forward and backward would contract other products
     )  # fmt: skip
 
 

@@ -37,10 +37,10 @@ class Finish:
     Attributes:
         partial: whether it is among the column sums.
         stored: its number there, or among the tensors that the kernel stored.
-        plain: it has the input's shape.
-        shape: that the columns have in the layout's order; None where that is the input's own.
-        order: how these dimensions lie in the input.
-        summed: dimensions to sum over.
+        plain: it has the input's shape already.
+        shape: sizes of the columns' dimensions in the layout's order; None if the input has them in this order, too.
+        order: the permutation that brings these dimensions into the input's order.
+        summed: dimensions of the stored tensor to sum over, which the input does not have.
     """
 
     spec: Spec
@@ -60,7 +60,7 @@ class Finish:
         return x.reshape(self.spec.shape)
 
 
-def finishes(
+def _finishes(
     bw: Backward, inputs: Sequence[Spec], gradients: Sequence[Spec | None], layout: Layout
 ) -> tuple[Finish, ...]:
     """Return the last step of each wanted input's gradient. ``gradients``: specs of the kernel's stores."""
@@ -129,26 +129,26 @@ class RegionPlan:
 
     @property
     def backward_program(self) -> Backward:
-        """Backward of the inputs that require gradients, which exist."""
+        """Backward program; only for a plan with inputs that require gradients, as others have none."""
         assert self.derived.backward is not None
         return self.derived.backward
 
     @functools.cached_property
-    def keeps(self) -> tuple[tuple[str, int], ...]:
+    def saved_sources(self) -> tuple[tuple[str, int], ...]:
         """("input" | "output" | "statistic", number) of each tensor that a forward saves for the backward."""
         bw = self.derived.backward
-        return () if bw is None else (*bw.saved, *(source for _, source in bw.also))
+        return () if bw is None else (*bw.saved, *(source for _, source in bw.double_backward_sources))
 
     @functools.cached_property
-    def kept(self) -> tuple[int, ...]:
+    def saved_positions(self) -> tuple[int, ...]:
         """Positions of the saved tensors in the list of all inputs and results of ``forward``."""
         first = {"input": 0, "output": len(self.inputs), "statistic": len(self.inputs) + len(self.outputs)}
-        return tuple(first[kind] + n for kind, n in self.keeps)
+        return tuple(first[kind] + n for kind, n in self.saved_sources)
 
     @functools.cached_property
     def finishes(self) -> tuple[Finish, ...]:
         """Last step of each wanted input's gradient, after ``backward``."""
-        return finishes(self.backward_program, self.inputs, self.gradients, self.layout)
+        return _finishes(self.backward_program, self.inputs, self.gradients, self.layout)
 
     @functools.cached_property
     def partial_widths(self) -> tuple[int, ...]:
@@ -199,7 +199,7 @@ class RegionPlan:
         """Run the backward kernel; return gradients that are no column partials, then the partials of the others.
 
         Args:
-            saved: the tensors of ``keeps``.
+            saved: the tensors of ``saved_sources``.
             cotangents: from ``laid_out``.
         """
         made, launch = self.empty_gradients(), self.backward_launch
@@ -280,7 +280,7 @@ class RegionPlan:
         return self._prepared("backward", f"{self.name}_backward", bw.program, read, write)
 
     def saved(self, kind: str, n: int) -> tuple[str, Spec]:
-        """Return the name and spec of one of ``keeps``."""
+        """Return the name and spec of one of ``saved_sources``."""
         if kind == "input":
             return self.input_names[n], self.inputs[n]
         return (self.output_names[n], self.outputs[n]) if kind == "output" else (f"statistic_{n}", self.statistics[n])

@@ -50,6 +50,7 @@ class FusedRegion(RegionModule):
         prices: a loop runs only if it is faster than the ops by these; None: wherever it can.
         path: kernels that ran last: "triton", "loops", "aten", or "" before the first call.
         reason: why, in one clause.
+        single: the graph returns one tensor, and a call gives that, not a tuple of it.
     """
 
     def __init__(
@@ -66,14 +67,14 @@ class FusedRegion(RegionModule):
         self._reads = len(graph_module.graph.find_nodes(op="placeholder"))
         self.single = len(graph_module.graph.output_node().args[0]) == 1  # type: ignore[arg-type]
         self._plans: dict[Any, RegionPlan | str] = {}
-        self._dear: dict[Any, str] = {}
+        self._slower_sizes: dict[Any, str] = {}
         self._largest = 0
 
     def forward(self, *inputs: Any) -> Any:
         """Run the region on the inputs of its graph, followed by the seeds if it has dropouts."""
         # Asked before anything else: for small tensors the rest of the lookup takes longer than the ops.
-        if self._dear and not torch.compiler.is_compiling():
-            found = self._dear.get(_size(inputs, self._largest))
+        if self._slower_sizes and not torch.compiler.is_compiling():
+            found = self._slower_sizes.get(_size(inputs, self._largest))
             if found is not None:
                 if self.reason is not found:
                     self.path, self.reason = "aten", found
@@ -85,9 +86,9 @@ class FusedRegion(RegionModule):
         if self.draws and len(inputs) > self._reads:
             seeds, inputs = inputs[-1], inputs[:-1]
         # A compiler, a transform or a tensor subclass must see the ops, not one opaque kernel.
-        watcher = "fuse='aten'" if self.kernels == "aten" else _watcher(inputs)
-        if watcher:
-            self.path, self.reason = "aten", watcher
+        why_ops = "fuse='aten'" if self.kernels == "aten" else _why_ops(inputs)
+        if why_ops:
+            self.path, self.reason = "aten", why_ops
             return self._results(inputs)
         recording = torch.is_grad_enabled()
         key = _key(inputs, recording)
@@ -123,7 +124,7 @@ class FusedRegion(RegionModule):
         """
         # Dropouts draw seeds at each call, and a Triton launch needs no shorter way.
         plan = self._plans.get(_key(inputs, torch.is_grad_enabled()))
-        if plan is None or self.draws or self.kernels != "loops" or _watcher(inputs):
+        if plan is None or self.draws or self.kernels != "loops" or _why_ops(inputs):
             return None
         return self._exact if isinstance(plan, str) else plan.run_for(self.single)
 
@@ -134,13 +135,15 @@ class FusedRegion(RegionModule):
         return results[0] if self.single else results
 
     def _results(self, inputs: Sequence[Any]) -> Any:
+        """Run op by op, in a way that every tracer sees."""
         results = self.graph_module.forward(*inputs)
         return results[0] if self.single else results
 
     def _plan(self, key: Any, inputs: Sequence[Any], recording: bool) -> RegionPlan | str:
+        """Make and remember the plan for these inputs, or the reason why the ops run for them."""
         with _LOCK:
             try:
-                plan: RegionPlan | str = self._made(inputs, recording)
+                plan: RegionPlan | str = self._make(inputs, recording)
             except SlowerThanOps as reason:
                 plan = str(reason)
                 self._remember(inputs, plan)
@@ -159,11 +162,12 @@ class FusedRegion(RegionModule):
         any strides, so the size alone may decide.
         """
         self._largest = max(range(len(inputs)), key=lambda number: inputs[number].numel())
-        while len(self._dear) >= _MOST_PLANS:
-            del self._dear[next(iter(self._dear))]
-        self._dear[_size(inputs, self._largest)] = reason
+        while len(self._slower_sizes) >= _MOST_PLANS:
+            del self._slower_sizes[next(iter(self._slower_sizes))]
+        self._slower_sizes[_size(inputs, self._largest)] = reason
 
-    def _made(self, inputs: Sequence[Any], recording: bool) -> RegionPlan:
+    def _make(self, inputs: Sequence[Any], recording: bool) -> RegionPlan:
+        """Make a plan; raise ``Declined`` where no kernel runs for these inputs, or the ops take less time."""
         from fxprec.kernels.rows.program.layout import Spec
         from fxprec.kernels.rows.run.derive import make_plan
 
@@ -209,7 +213,7 @@ class FusedRegion(RegionModule):
         return "\n\n".join(launch.source for launch in launches)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": {}, "_dear": {}}
+        return {**self.__dict__, "_plans": {}, "_slower_sizes": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedRegion:
         import copy
@@ -246,7 +250,7 @@ def _check_device(device: torch.device, loops: bool) -> None:
         raise Declined(f"Triton does not run on '{device.type}'")
 
 
-def _watcher(inputs: Sequence[Any]) -> str:
+def _why_ops(inputs: Sequence[Any]) -> str:
     """Return who must see the ops one by one, or "". Fake tensors and other dispatch modes see the kernels as ops."""
     seen_by = watcher(COMPILER, TRANSFORM, DUAL, SCRIPT, PROXY)
     if seen_by is not None:
@@ -269,7 +273,7 @@ class _Run(torch.autograd.Function):
         # The kernel that stores the statistics as well: a backward will follow.
         made = plan.launch_forward(inputs, seeds, region.seed, True)
         there = (*inputs, *made)
-        ctx.save_for_backward(*[there[place] for place in plan.kept])
+        ctx.save_for_backward(*[there[place] for place in plan.saved_positions])
         ctx.run = plan, seeds, region.seed
         return tuple(made[: len(plan.outputs)])
 

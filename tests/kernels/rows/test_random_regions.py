@@ -88,7 +88,7 @@ def test_programs_are_torchs_in_float64(made: Any) -> None:
         return
     cotangents = [torch.randn_like(right).requires_grad_() for right in exact]
     right = _gradients(exact, wanted, cotangents)
-    saved = [{"input": given, "output": exact}.get(kind, [right[0]] * 99)[n] for kind, n in plan.keeps]
+    saved = [{"input": given, "output": exact}.get(kind, [right[0]] * 99)[n] for kind, n in plan.saved_sources]
     own = eager_backward(plan, saved, cotangents, seeds, 0, dtype=torch.float64)
     for found, other in zip(own, right, strict=True):
         assert close(found, other)

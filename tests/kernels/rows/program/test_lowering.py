@@ -134,7 +134,7 @@ def test_values_and_gradients_are_torchs(name: str) -> None:
     wanted = [x for x in exact_inputs if x.requires_grad]
     gradients = torch.autograd.grad(exact, wanted, cotangent, allow_unused=True)
     kinds = {"input": exact_inputs, "output": [value], "statistic": [torch.empty(0)] * 9}
-    saved = [kinds[kind][n] for kind, n in plan.keeps]
+    saved = [kinds[kind][n] for kind, n in plan.saved_sources]
     found = eager_backward(plan, saved, [cotangent], None, 0, dtype=torch.float64)
     for n, result, gradient in zip(plan.derived.backward.wanted, found, gradients, strict=True):
         gradient = torch.zeros_like(inputs[n], dtype=torch.float64) if gradient is None else gradient

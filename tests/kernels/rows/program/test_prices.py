@@ -182,7 +182,7 @@ def test_what_is_too_dear_is_remembered_for_its_size_and_for_nothing_else(monkey
     assert ways(leaf(small), row)[0] == "aten" and len(asked) == 2
     with torch.no_grad():
         assert ways(leaf(small), row)[0] == "aten" and len(asked) == 2
-    assert not copy.deepcopy(region)._dear and region.__getstate__()["_dear"] == {}
+    assert not copy.deepcopy(region)._slower_sizes and region.__getstate__()["_slower_sizes"] == {}
 
 
 @pytest.mark.skipif(bool(compiled_attention.why_not()), reason=compiled_attention.why_not())
@@ -193,7 +193,7 @@ def test_whoever_looks_into_what_is_too_dear_sees_its_ops() -> None:
     region = tools.region_of(function, kernels="loops", prices=prices(1e9))
     x, y = torch.randn(4, 16), torch.randn(4, 16)
     region(x, y)
-    assert region._dear
+    assert region._slower_sizes
     close = torch.testing.assert_close
     close(torch.func.vmap(region)(x, y), function(x, y))
     close(torch.func.grad(lambda x: region(x, y).sum())(x), torch.func.grad(lambda x: function(x, y).sum())(x))

@@ -86,9 +86,9 @@ def test_gradients_that_are_summed_over_some_rows_are_fp32() -> None:
 
 def test_statistics_are_kept_and_what_they_come_from_only_for_second_derivatives() -> None:
     bw = backward(lambda x: torch.sigmoid(x.sum(-1)) * 2, leaf(4, 8))
-    assert bw.saved == (("statistic", 0),) and [source for _, source in bw.also] == [("input", 0)]
+    assert bw.saved == (("statistic", 0),) and [source for _, source in bw.double_backward_sources] == [("input", 0)]
     bw = backward(lambda x, w: F.layer_norm(x, (8,), w), leaf(4, 8), leaf(8))
-    assert [kind for kind, _ in bw.saved].count("statistic") == 2 and not bw.also
+    assert [kind for kind, _ in bw.saved].count("statistic") == 2 and not bw.double_backward_sources
 
 
 def test_only_what_is_wanted_is_stored() -> None:

@@ -43,7 +43,7 @@ def test_what_is_allocated() -> None:
     gradients = plan.empty_gradients()
     assert [(tuple(t.shape), t.dtype) for t in gradients] == [((5, 3, 8), BF16), ((1, 16), FP32)]
     there = [*range(3), "out", "sum", "square"]
-    assert [there[place] for place in plan.kept] == [0, 1, "sum", "square"]
+    assert [there[place] for place in plan.saved_positions] == [0, 1, "sum", "square"]
 
 
 def test_outputs_and_gradients_lie_as_eager_ones_do() -> None:
@@ -97,7 +97,7 @@ def test_the_eager_backward_gives_the_dtypes_of_the_inputs() -> None:
     inputs = [leaf(4, 8, dtype=BF16), leaf(8), leaf(8)]
     plan = tools.plan_of(norm, *inputs)
     out = norm(inputs[0].float(), *inputs[1:])
-    saved = [{"input": inputs, "output": [out]}.get(kind, [out] * 2)[n] for kind, n in plan.keeps]
+    saved = [{"input": inputs, "output": [out]}.get(kind, [out] * 2)[n] for kind, n in plan.saved_sources]
     cotangent = torch.randn(4, 8)
     found = eager_backward(plan, saved, [cotangent], None, 0)
     assert [g.dtype for g in found] == [BF16, FP32, FP32]
