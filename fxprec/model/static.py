@@ -38,6 +38,7 @@ _MOST_SYMBOLIC: Final = 64
 _Places = tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]
 
 
+#: Of a tensor what promotion goes by, its dtype and whether it has no dimension; and its layout.
 _Kind = tuple[torch.dtype, bool, torch.layout]
 
 _dtype_of, _layout_of = attrgetter("dtype"), attrgetter("layout")
@@ -84,7 +85,7 @@ class StaticEntry:
     @classmethod
     def of(cls, capture: StaticCapture, captured: Captured, tensors: tuple[Tensor, ...] | None) -> StaticEntry:
         """Return the entry of a trace and of what became of it; ``tensors`` as for ``StaticGraphs.trace``."""
-        kinds = None if tensors is None else _kinds(tensors)
+        kinds = None if tensors is None else [(x.dtype, not x.dim(), x.layout) for x in tensors]
         program, owners = captured.program, capture.owners
         low, plain = _places(owners, program.low), _places(owners, program.plain)
         watched = _places(owners, (*program.low, *program.watched))
@@ -138,7 +139,9 @@ class StaticEntry:
                 return False
             if torch.is_grad_enabled() and not self.captured.gradients:  # what is returned would have none
                 return False
-            kinds = _kinds(tensors)
+            # By loops in C, and in place: every call comes here.
+            numbers = map(not_, map(Tensor.dim, tensors))
+            kinds = [*zip(map(_dtype_of, tensors), numbers, map(_layout_of, tensors), strict=True)]
             if self.kinds is not None:
                 if self.kinds != kinds:
                     return False
@@ -294,11 +297,6 @@ class StaticGraphs:
             return f"another value of the argument '{changing[0]}'"
         failing = [entry.captured.guards.failing() for entry in self._entries.get(key, ())]  # type: ignore[union-attr]
         return next((why for why in failing if why), f"other dtypes of {', '.join(names)}")
-
-
-def _kinds(tensors: tuple[Tensor, ...]) -> list[_Kind]:
-    """Return of each tensor what promotion goes by, its dtype and whether it has no dimension; and its layout."""
-    return [*zip(map(_dtype_of, tensors), map(not_, map(Tensor.dim, tensors)), map(_layout_of, tensors), strict=True)]
 
 
 def _places(owners: Mapping[str, Mapping[str, Any]], targets: tuple[str, ...]) -> _Places:
