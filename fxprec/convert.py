@@ -24,9 +24,8 @@ from fxprec.model.unscaled import handed_back, scales
 from fxprec.model.warm_up import warm_up
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.policy.policy import Policy
-from fxprec.programs.program import Executor
 from fxprec.scaling.loss_scaler import LossScaler, make_scaler
-from fxprec.settings import Capture, Fuse, Lower, Placement, Settings
+from fxprec.settings import Capture, Executor, Fuse, Lower, Placement, Settings
 
 #: The class of the model, which an editor goes on to know.
 _Model = TypeVar("_Model", bound=nn.Module)

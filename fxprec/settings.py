@@ -19,8 +19,9 @@ from fxprec.kernels.rows.program.prices import LoopPrices
 from fxprec.passes.context import Context
 from fxprec.passes.costs.device_costs import AttentionWay, DeviceCosts
 from fxprec.passes.policy.policy import Policy
-from fxprec.programs.program import Executor
 
+#: Run a graph op by op, or compiled by torch.compile.
+Executor = Literal["eager", "inductor"]
 Capture = Literal["auto", "symbolic", "dynamo"]
 Placement = Literal["mincut", "autocast"]
 #: See ``convert``. Costs of the user's own: as "pays", but by these.

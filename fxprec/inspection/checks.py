@@ -20,7 +20,8 @@ from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.custom import registered
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.torch_internals import FakeTensorMode, tree_leaves, tree_map
-from fxprec.programs.program import Executor, Program, lift, without_autocast
+from fxprec.programs.program import Program, lift, without_autocast
+from fxprec.settings import Executor
 from fxprec.tape.attribution import NodeByNode, NodeOf
 from fxprec.torch_internals import OpMode, aten_foreach_copy_, aten_to_copy, current_autograd_node, view_base
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType, MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -35,9 +35,8 @@ from fxprec.passes.ops.aliases import alias_roots, written_by
 from fxprec.passes.ops.names import is_idle_dropout
 from fxprec.passes.ops.table import facts_of
 from fxprec.passes.torch_internals import HigherOrderOperator, LazyBase
+from fxprec.settings import Executor
 from fxprec.torch_internals import checkpoint_context, tag_activation_checkpoint
-
-Executor = Literal["eager", "inductor"]
 
 
 @dataclass(slots=True, eq=False)

@@ -21,7 +21,8 @@ import fxprec.capture.dynamo.analysis
 import fxprec.model.dynamic
 import fxprec.programs.packed_weights
 from fxprec.passes.graph.casts import CASTS
-from fxprec.programs.program import Executor, Program, lift
+from fxprec.programs.program import Program, lift
+from fxprec.settings import Executor
 from fxprec.shadows import ShadowStore
 
 __all__ = ["casts_that_do_not_round", "no_dynamo"]
