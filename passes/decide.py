@@ -24,8 +24,8 @@ costs of the device, LOW ops that do not pay are FULL. What the levels mean for 
 O0    every op is KEEP (the policy says so)
 O1    inputs, parameters and buffers are FP32, and what promotes or follows is as wide as its widest input, so the
       residual stream stays FP32 as under autocast
-O2    inputs and parameters count as low, so everything floats that nothing FP32 flows into: the residual stream is low;
-      what another piece of the method hands over is no input, and counts as at O1
+O2    inputs and parameters count as low, so every op that no FP32 value reaches may run low: the residual stream is
+      low; what another piece of the method hands over is no input, and counts as at O1
 O3    as O2; the policy turns FULL into LOW
 ====  ===============================================================================================================
 

@@ -149,6 +149,8 @@ def _may_read(user: Node, node: Node, source: Node) -> bool:
         return False
     if notes(node).dtype == notes(source).dtype:
         return True
+    # Of another original dtype the reader would ask for another cast (``wanted_dtypes``), unless it wants the dtype of
+    # its rule, or nothing.
     precision = notes(user).precision
     wanted = {dtype for (_, read), dtype in wanted_dtypes(user).items() if read is node}
     return not wanted or (wanted == {precision.reads})

@@ -96,6 +96,7 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
         if node.op in ("placeholder", "get_attr"):  # reads nothing
             continue
         changed |= inserter.keep_digits(node)
+        # A cast of the user's whose argument was cast here reads another dtype now, and converts in any case.
         changed |= inserter.cast_arguments(node) or inserter.keep_users_cast(node)
         annotations = notes(node)
         row = facts_of(annotations.op.name)

@@ -151,6 +151,7 @@ def _route_readers(graph: Graph, handed_out: list[Node], recorded: Mapping[Node,
     last: dict[Node, Node] = {}  # root of memory -> the last node that writes to it
     for node in graph.nodes:
         last.update((roots[target], node) for target in written_by(node))
+    # Casts of the user's last: where such a cast and ours are both returned, the user's becomes a reader of ours.
     for returned in sorted(handed_out, key=lambda each: _users_wide_cast(each) is not None):
         source = widened(returned)
         if (named := _users_wide_cast(returned)) is not None:
@@ -169,8 +170,8 @@ def _route_readers(graph: Graph, handed_out: list[Node], recorded: Mapping[Node,
             and position[user] > position[after]
             and user.target is not read_back
         ]
-        # The cast goes right behind the value, and what it is to be like must be there: ``x.dtype`` is asked for
-        # earlier than it was, and where ``x`` itself comes later all stays as it is.
+        # The returned cast moves right behind the value's last write. If it names another tensor (``h.to(x.dtype)``),
+        # the node of ``x.dtype`` moves up with it; if ``x`` itself is computed later, nothing is rewritten.
         others = [node for node in returned.all_input_nodes if position[node] > position[after]]
         asked = [node.all_input_nodes[0] if notes(node).op.name == "getattr" else node for node in others]
         if any(position[node] > position[after] for node in asked):
@@ -383,7 +384,9 @@ def _read_through(graph: Graph, after: Node, returned: Node, readers: list[tuple
     assert isinstance(source, Node)
     after.append(returned)
     back = _cast_back(returned, source)
+    # Only where what is returned is FP32 for certain may a cast of the user's read it in place of the low value.
     known = notes(returned).dtype is torch.float32 and returned.target is not cast_for_caller
+    # Those that cast what is returned to low anyway, for readers of theirs: the new cast serves these as well.
     again = [(user, returned) for user in returned.users if user is not back and user.target is back.target]
     for reader, read in (*readers, *again):
         if reader.target in CASTS and notes(reader).inserted and reader.args[1] == back.args[1]:

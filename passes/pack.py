@@ -117,7 +117,7 @@ class Product:
 
     @property
     def is_small(self) -> bool:
-        """Flag of a product that torch's own loop may run faster: a linear of few, or unknown, rows."""
+        """Flag of a product that torch's own loop may run faster: a linear of a small weight, or of unknown size."""
         if self.conv is not None:
             return False
         numel = notes(self.weight).numel
@@ -344,6 +344,7 @@ class _Packer:
         product.joined.append(notes(user).op.name)
         product.node, product.other = user, other
         self._taken.add(user)
+        # For now: ``_call`` writes all of its arguments. It must read nothing of the node that is erased below.
         user.args = (other,)
         # Who asked the product how many dimensions it has, asks its input, which has as many.
         for asks in [*before.users]:

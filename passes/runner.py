@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+import torch
 from torch.fx import GraphModule
 
 from fxprec.errors import FxprecError, InvariantError
@@ -88,7 +89,8 @@ def run_passes(gm: GraphModule, context: Context, passes: Sequence[Pass] = PIPEL
         started = time.perf_counter()
         try:
             gm, changed, refused = step(gm, context)
-        except (FxprecError, Warning):  # a fault that is told already, or a warning that the user made an error
+        # What is told already, warnings that the user made errors, and what no pass is to blame for.
+        except (FxprecError, Warning, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise InvariantError(

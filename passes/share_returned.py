@@ -134,7 +134,8 @@ def _viewed(node: Node) -> Node | None:
 def _view_of(base: Node, views: list[Node], wide: Node) -> Node:
     """Put views of ``base`` in the place of the cast ``wide`` of the last of ``views``; return the last of them."""
     graph = wide.graph
-    if wide < base:  # which is a cast still: others are where the cast was that they replaced
+    # Only a base that is still a cast can stand too late; one that became a view stands where its cast stood.
+    if wide < base:
         base.all_input_nodes[0].append(base)
     read = tensors_of(views[0])[0]
     now = {read: base}

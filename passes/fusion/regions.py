@@ -286,7 +286,7 @@ def elements_of(region: Region) -> int | None:
 
 
 def grows_to(given: int, largest: int) -> int:
-    """Return the elements of an input, of which there were ``given``, up to which no region reaches ``sizes.FEWEST``.
+    """Return how large an input of ``given`` elements may grow before a region may reach ``sizes.FEWEST`` elements.
 
     Args:
         largest: elements of the largest region, fewer than those. It may grow as the square of an input, as scores of

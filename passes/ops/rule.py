@@ -58,8 +58,9 @@ class OpRule:
     Attributes:
         rule: LOW, FULL, FOLLOW, PROMOTE or KEEP.
         why: one clause, shown in the report and in docs/precision.md.
-        autocast: what torch.autocast's CUDA lists say where ``rule`` says something better, and of FULL ops: None where
-            the lists are silent. For placement="autocast".
+        autocast: what torch.autocast's CUDA lists say, for placement="autocast". Given where that differs from ``rule``
+            (copies that autocast widens for nothing), and for every FULL op that the lists name. None: as ``rule``; for
+            a FULL op: the lists do not name it.
         form_of: the op of which its arguments make this one (an einsum that sums nothing); an override of that op holds
             for this one as well.
 

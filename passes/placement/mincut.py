@@ -93,8 +93,9 @@ def place_by_cut(walk: Walk, verdict: Verdict) -> list[str]:
 def ops_kept_in_fp32(walk: Walk) -> Verdict:
     """Return the LOW ops of a walk that are faster left in FP32; annotate nothing.
 
-    The verdict has a node and a reason for each, and by operator how many could not be weighed: of unknown sizes, or
-    of a kind without a cost. What an override names is not weighed. Without costs of the device the verdict is empty.
+    The verdict has the reason for each op that stays, and for each that could not be weighed why not: it is of unknown
+    sizes, or of a kind without a cost. What an override names is not weighed. Without costs of the device the verdict
+    is empty.
     """
     if walk.context.costs is None:
         return Verdict()
@@ -417,7 +418,9 @@ class Constraints:
             variable = FP32
         elif floats and assumed_original(info) is self.context.low and not self._nears_pole(site):
             variable = LOW
-            if node in self.classes and self.context.policy.lowers_parameters:  # unless what is written wants FP32
+            # The program itself makes it low, so it is pinned; by a variable of its own where the memory is written at
+            # O3, since another view of that memory may still want FP32 (``pin_shared``).
+            if node in self.classes and self.context.policy.lowers_parameters:
                 variables.pin_shared(node, variable := variables.new(node), self.context.low)
         else:
             variable = variables.new(node)
@@ -441,7 +444,7 @@ class Constraints:
         self._decide(node, site.rule, unsafe or site.why, read, out=FP32 if read is not variable else None, site=site)
 
     def _nears_pole(self, site: Site) -> bool:
-        """Return whether at O3, where all that weights made counts as low, a value is as wide as what it is made of."""
+        """Return whether a value at O3 must not be pinned low: near a pole it is as wide as what it is made of."""
         near = site.node in self._near_poles or not self._near_poles.isdisjoint(site.data)
         return near and self.context.policy.lowers_parameters
 
@@ -476,8 +479,13 @@ class Constraints:
     def _assign_named(self, site: Site, source: bool = False) -> None:
         """Assign the dtype that a call names, or FP32 where somebody needs digits that the original program has.
 
-        A call that names a tensor's dtype (``dtype=x.dtype``) gets the dtype in which that tensor arrives; but where it
-        looks at bits, the one that the tensor has in the original program.
+        The cases, first to last:
+
+        - it names a tensor's dtype, was FP32, and needs its digits or gives written memory: FP32, which the call then
+          names (``names_fp32``). Where that tensor is low here, the value widens nobody: in its place a low one stands;
+        - it may be its own input (``x.type_as(y)`` where both have one dtype), of unknown dtype: FP32;
+        - it names a tensor's dtype: the dtype in which that tensor arrives;
+        - else, and where it looks at bits: the dtype that the original program has.
         """
         node, reference, info = site.node, dtype_reference(site.node), notes(site.node).dtype
         why = COUNTS if self.origins.is_exact(node) else self._saturated.get(node)

@@ -182,8 +182,8 @@ class Origins:
 def taken_for_floats(graph: Graph, low: torch.dtype) -> set[Node]:
     """Return the inputs of unknown dtype of which something low is computed that is FP32 where they are integers.
 
-    Nobody could tell when the graph was decided, and a cast that tests its tensor leaves an integer as it is, but not
-    what a number made of it.
+    When the graph was decided their dtype was unknown. If an integer arrives, ``cast_if_float`` passes it on; but a
+    float that an op makes of it (``ids * 0.5``) would be cast low, and should be FP32.
     """
     inputs = {node for node in graph.find_nodes(op="placeholder") if notes(node).dtype is UNKNOWN}
     if not inputs:

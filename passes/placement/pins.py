@@ -191,8 +191,8 @@ def saturating_chains(graph: Graph, returns: bool, low_dtype: torch.dtype) -> di
 def spared(site: Site, near_poles: set[Node]) -> Site:
     """Return the call of an op that level O3 lowers, so that it takes what arrives where that nears a pole.
 
-    A sigmoid whose gradient is FP32 and a pole that reads it low do not belong together: what the one makes of 1 is no
-    longer 0 where the other makes infinity of it.
+    If a sigmoid is FP32 and the log behind it low, the log reads exactly 1 where the sigmoid is not quite 1: its
+    gradient is infinite there, the sigmoid's is tiny but not 0, and their product infinite. Both must have one dtype.
     """
     lowered = site.lowered and site.rule is Rule.LOW and site.dtype is None
     if not lowered or near_poles.isdisjoint(site.data):

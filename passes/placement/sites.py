@@ -111,6 +111,7 @@ class Site(NamedTuple):
     @property
     def is_as_in_table(self) -> bool:
         """True if the rule is that of the op table, and the policy says nothing else of the op."""
+        # Who decides otherwise (an override, a level, a look at the call) gives a reason of his own.
         return self.why == self.facts.why
 
     def has_mixed_kernel(self, context: Context) -> bool:
@@ -120,8 +121,8 @@ class Site(NamedTuple):
     def sums_low_backward(self, context: Context, under_autocast: Callable[[Node], UnderAutocast]) -> bool:
         """Return whether the kernel's backward would add up in low where torch.autocast's adds up in FP32.
 
-        A lookup's weight is a table, whatever made it. Where the level has activations low it may stay low. What pads
-        adds up many values where it pads widely.
+        A lookup always counts. Another op counts if it reads a weight or, at O1, an FP32 activation: at O2 and O3
+        activations are low anyway. An op that pads counts for activations only if it pads by more than four a side.
         """
         free = self.rule in (Rule.FOLLOW, Rule.PROMOTE) and context.device in self.facts.backward_sums
         if not free or (self.facts.pads and not _repeats(self.node)):

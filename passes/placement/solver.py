@@ -113,7 +113,7 @@ def _close(problem: CutProblem, pins: dict[int, bool]) -> list[tuple[int, int]]:
 
 
 def _charge(network: _Network, tensor: Tensor, pins: Mapping[int, bool], auxiliary: int) -> None:
-    """Return the edges of one tensor; ``auxiliary`` and the next number are free for its two nodes."""
+    """Add the edges of one tensor; ``auxiliary`` and the next number are free for its two nodes."""
     producer, cost = tensor.producer, tensor.cost
     users = [user for user in dict.fromkeys(tensor.users) if user != producer]
     wide = [user for user in users if user not in tensor.promoters]

@@ -208,7 +208,8 @@ class TradeOff:
     def _errors(self, squares: Mapping[Node, float], reads: Mapping[tuple[Node, Node], float]) -> CutProblem:
         """Return the cut problem of squared errors: what is lost, in the place of what is taken.
 
-        A tensor whose readers would all widen it for nothing costs where it is FP32 and one of them low, and no more.
+        Each reader is listed as one that promotes, so that a tensor costs in one direction only: where its value is
+        FP32 and a reader low. To widen a low value loses nothing.
         """
         value = self._variables.value
         unary: dict[int, float] = defaultdict(float)

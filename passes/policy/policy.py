@@ -136,7 +136,11 @@ class Override:
     def match(self, op_name: str, node: Node, module_path: str) -> Resolved | None:
         """Return what the override says of a node, or None."""
         if self.kind == "where":
-            found = cast(Predicate, self.pattern)(node)
+            try:
+                found = cast(Predicate, self.pattern)(node)
+            except Exception as error:
+                told = f"the predicate raised {type(error).__name__} for node {node.name!r}: {error}"
+                raise PolicyError(f"override {self.label}: {told}") from error
             return None if found is None else parse_precision(found, f"override {self.label}, node {node.name!r}")
         if self.kind == "modules":
             hit = self._matches_path(module_path) or any(

@@ -10,9 +10,12 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.fx import symbolic_trace
 
 import fxprec
 from fxprec.model.warm_up import values_kept
+from fxprec.passes.context import Context
+from fxprec.passes.policy.policy import Policy
 from fxprec.passes.runner import run_passes
 
 LOW = torch.bfloat16
@@ -338,3 +341,12 @@ def test_an_error_of_a_pass_is_not_told_as_one_of_the_model(capture: str, monkey
     ):
         fxprec.convert(model, (torch.ones(2, 4),), capture=capture)
     assert type(model) is nn.Linear
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_memory_that_runs_out_in_a_pass_is_no_fault_of_it(error: type[Exception]):
+    def fuse(gm, context):
+        raise error("none is left")
+
+    with pytest.raises(error, match="none is left"):
+        run_passes(symbolic_trace(nn.Linear(4, 4)), Context(LOW, Policy()), [fuse])

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
+import fxprec
 from fxprec.errors import PolicyError
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.table import OP_TABLE, rule_of
@@ -152,6 +153,17 @@ def test_where_decides_node_by_node():
     assert "float32" in policy.resolve("linear", node("head"), "", rule_of("linear"))[1]
     with pytest.raises(PolicyError, match="node 'head': 'int8' is no precision"):
         resolved(Policy().override(where=lambda n: torch.int8), name="head")
+
+
+@pytest.mark.parametrize("inputs", [(torch.randn(2, 4),), None], ids=["with inputs", "at the first call"])
+def test_a_predicate_that_raises_is_told_as_the_users(inputs):
+    """It is no fault of the pass that asks it."""
+    policy = Policy().override(where=lambda n: {}["mine"])
+    with pytest.raises(
+        PolicyError, match="override where '<lambda>': the predicate raised KeyError for node"
+    ) as caught:
+        fxprec.convert(torch.nn.Linear(4, 4), inputs, policy=policy).module(torch.randn(2, 4))
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_module_overrides_leave_kept_and_unknown_ops_alone_but_names_are_obeyed():
