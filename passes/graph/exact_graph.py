@@ -105,7 +105,7 @@ class ExactGraphModule(GraphModule):
     def __reduce__(self) -> NoReturn:
         """Refuse to pickle, as torch.fx would write source here, whose trace is another graph now and then."""
         raise TypeError(
-            "a graph of a converted model cannot be pickled: pickle the model, whose copy captures its graphs again, "
+            "a graph of a converted model cannot be pickled: pickle that model, whose copy captures its graphs again, "
             "or save what torch.export.export(fxprec.graph_module(model), inputs) gives"
         )
 

@@ -265,7 +265,7 @@ def test_the_nodes_and_what_the_passes_say_of_them_are_kept():
 @pytest.mark.parametrize("save", [pickle.dumps, lambda gm: torch.save(gm, io.BytesIO())], ids=["pickle", "torch.save"])
 @pytest.mark.parametrize("name", ["mlp", "regions"])
 def test_a_graph_is_not_pickled_and_says_what_is(name, save):
-    with pytest.raises(TypeError, match=r"pickle the model, .* or save what torch\.export\.export"):
+    with pytest.raises(TypeError, match=r"pickle that model, .* or save what torch\.export\.export"):
         save(Case(name, True).gm)
 
 
