@@ -120,10 +120,13 @@ def _completed(
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         found: Any = ()
-        if reference is not None and torch.is_grad_enabled():
+        # Without a gradient nothing is looked at: what was saved may have been overwritten since.
+        if all(grad is None for grad in grads):
+            pass
+        elif reference is not None and torch.is_grad_enabled():
             given = (*ctx.saved_tensors[:tensors], *ctx.settings)
             found = eager_gradients(reference, given[:taken], grads[:1])
-        elif not all(grad is None for grad in grads):
+        else:
             found = backward(ctx, *grads)
         found = found if isinstance(found, tuple) else (found,)
         return (*found, *[None] * (count - len(found)))

@@ -341,7 +341,7 @@ def launch(rows: LossPass, compiled: bool = False) -> None:
         both = rows.losses is not None and rows.gradient is not None
         if both and (soft or (smoothed and rows.weight is not None)):
             # Both at once take more registers than there are.
-            _launch_kernel(rows._replace(gradient=None), soft, smoothed)
+            _launch_kernel(rows._replace(gradient=None, grad_output=None, denominator=None), soft, smoothed)
             rows = rows._replace(losses=None)
         _launch_kernel(rows, soft, smoothed)
 

@@ -65,6 +65,24 @@ def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None, dm: Tensor | None) 
 
 KERNEL_BACKWARD = KernelOp("test_kernel_op_backward", run_backward, fake_backward)
 KERNEL = KernelOp("test_kernel_op", run, fake, backward=backward, setup_context=setup)
+
+
+def square(x: Tensor, factor: float) -> Tensor:
+    launches.append("forward")
+    with torch.no_grad():
+        return x * x * factor
+
+
+def of_square(ctx: Any, dy: Tensor) -> Tensor:
+    launches.append("backward")
+    (x,) = ctx.saved_tensors
+    return 2 * x * dy * ctx.settings[0]
+
+
+SAVED_BY_DEFAULT = KernelOp(
+    "test_saved_by_default", square, lambda x, factor: torch.empty_like(x), backward=of_square,
+    reference=lambda x, factor: x * x * factor,
+)  # fmt: skip
 #: The ways to call it, whatever the inputs are; the last is that of torch.func.
 WAYS = [
     pytest.param(KERNEL, id="call"),
@@ -249,6 +267,45 @@ def test_what_was_saved_may_not_be_written_to(way: Callable[..., Any]) -> None:
         x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+class CutOff(torch.autograd.Function):
+    """Hands its input on, and no gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_without_a_gradient_nothing_is_looked_at(create_graph: bool) -> None:
+    """What was saved by default may be overwritten by then, and the inputs get no gradient either."""
+    x, _ = pair()
+    leaf = x.detach().clone().requires_grad_()
+    given = leaf * 1
+    y = SAVED_BY_DEFAULT(given, 3.0)
+    cut = CutOff.apply(y)
+    with torch.no_grad():
+        given.add_(1)
+    launches.clear()
+    cut.sum().backward(create_graph=create_graph)
+    assert leaf.grad is None and launches == []
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_inputs_are_saved_by_default(create_graph: bool) -> None:
+    x, _ = pair()
+    launches.clear()
+    (first,) = torch.autograd.grad(SAVED_BY_DEFAULT(x, 3.0).sum(), x, create_graph=create_graph)
+    torch.testing.assert_close(first, 6 * x)
+    assert launches == ["forward"] + ["backward"] * (not create_graph)
+    if create_graph:
+        (second,) = torch.autograd.grad(first.sum(), x)
+        torch.testing.assert_close(second, torch.full_like(x, 6.0))
 
 
 @pytest.mark.parametrize("absent", [False, True])
