@@ -54,7 +54,7 @@ def _add_up(name: str, options: argparse.Namespace) -> tuple[list[Sum], dict[str
         for dtype, level, gradients in asked:
             timed = subject.size != "tiny" and (dtype, level, gradients) == (torch.bfloat16, "O1", False)
             found.append(added_up(subject, dtype, level, gradients, _ROUNDS if timed else 0))
-    return found, {"model": name, "sums": [each.as_dict() for each in found]}, all(each.backward_sums for each in found)
+    return found, {"model": name, "sums": [each.as_dict() for each in found]}, all(each.adds_up for each in found)
 
 
 def _plant(name: str, options: argparse.Namespace) -> tuple[list[Planted], dict[str, Any], bool]:

@@ -318,7 +318,7 @@ def _sum_row(data: Mapping[str, Any]) -> tuple[str, ...]:
     sums = data["sums"]
     first = sums[0]  # the largest size, bfloat16, O1, of the loss
     worst = max(abs(each["residual"] / each["measured"]) if each["measured"] else 0.0 for each in sums)
-    right = sum(each["backward_sums"] for each in sums)
+    right = sum(each["adds_up"] for each in sums)
     cost = first["cost"]
     costs = ("", "")
     if cost:

@@ -12,8 +12,6 @@ from types import FunctionType
 from typing import Any, Final
 
 import torch
-from torch.fx import Graph
-from torch.fx.graph import CodeGen
 
 from fxprec.kernels.torch_internals import needed, optional
 

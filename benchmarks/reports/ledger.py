@@ -91,13 +91,13 @@ class Sum:
     cost: Cost | None = None
 
     @property
-    def backward_sums(self) -> bool:
+    def adds_up(self) -> bool:
         """To six digits, or to next to nothing."""
         return abs(self.residual) <= max(_RELATIVE * abs(self.measured), _ABSOLUTE)
 
     def as_dict(self) -> dict[str, Any]:
         cost = None if self.cost is None else self.cost.as_dict()
-        return asdict(self) | {"backward_sums": self.backward_sums, "cost": cost}
+        return asdict(self) | {"adds_up": self.adds_up, "cost": cost}
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ def sum_table(sums: Sequence[Sum]) -> Table:
     rows = [
         (
             each.model, f"{each.size} {each.dtype} {each.level}", each.target, each.first, f"{each.measured:+.2e}",
-            f"{each.residual:+.0e}", "yes" if each.backward_sums else "NO", f"{each.bend:.1%}", str(each.rows),
+            f"{each.residual:+.0e}", "yes" if each.adds_up else "NO", f"{each.bend:.1%}", str(each.rows),
             str(each.cost or ""),
         )
         for each in sums

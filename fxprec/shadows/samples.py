@@ -140,17 +140,18 @@ class HostLook:
 
     def _both(self) -> tuple[Tensor, Tensor]:
         """Return the sampled elements as they are now, and as they were noted: a view if the rows are consecutive."""
-        if self._chosen != self._samples.chosen:
-            self._chosen = self._samples.chosen
+        # What is compared is set last: threads share a look.
+        if self._chosen != (chosen := self._samples.chosen):
             self._places = places_of(chain.from_iterable(entry.samples for entry in self._entries))
+            self._chosen = chosen
         values = self._samples.values
         if self._of is not values:
-            self._of = values
             if self._successive:
                 self._noted = values[self._rows[0] * SAMPLES : (self._rows[-1] + 1) * SAMPLES]
             else:
                 rows = torch.tensor(self._rows, device="cpu").unsqueeze(1) * SAMPLES
                 self._numbers = (rows + torch.arange(SAMPLES, device="cpu")).view(-1)
+            self._of = values
         noted = self._noted if self._successive else values.index_select(0, self._numbers)
         return words(self._places), noted
 

@@ -76,8 +76,8 @@ def test_an_audit_that_adds_up(gradients):
     found = added_up(small("mlp"), BFLOAT16, "O2", gradients)
     assert (found.model, found.size, found.dtype, found.level) == ("mlp", "tiny", "bfloat16", "O2")
     assert found.target == ("gradients" if gradients else "loss")
-    assert found.measured != 0 and found.backward_sums and found.rows > 10 and found.first and found.cost is None
-    assert found.as_dict()["backward_sums"] is True
+    assert found.measured != 0 and found.adds_up and found.rows > 10 and found.first and found.cost is None
+    assert found.as_dict()["adds_up"] is True
 
 
 def test_one_that_does_not_is_noticed(monkeypatch):
@@ -91,16 +91,16 @@ def test_one_that_does_not_is_noticed(monkeypatch):
         seen.add(place.storage)
 
     monkeypatch.setattr(adjoint._AdjointWalk, "add", first_only)
-    assert not added_up(subject, BFLOAT16, "O1", False).backward_sums
+    assert not added_up(subject, BFLOAT16, "O1", False).adds_up
     monkeypatch.undo()
-    assert added_up(subject, BFLOAT16, "O1", False).backward_sums
+    assert added_up(subject, BFLOAT16, "O1", False).adds_up
 
 
 def test_six_digits_or_next_to_nothing():
     found = Sum("m", "tiny", "bfloat16", "O1", "loss", 1e-3, 0.9e-9, 0.0, "a", 1, ())
-    assert found.backward_sums and not replace(found, residual=-1.1e-9).backward_sums
-    assert replace(found, measured=0.0, residual=0.9e-10).backward_sums
-    assert not replace(found, measured=0.0, residual=1.1e-10).backward_sums
+    assert found.adds_up and not replace(found, residual=-1.1e-9).adds_up
+    assert replace(found, measured=0.0, residual=0.9e-10).adds_up
+    assert not replace(found, measured=0.0, residual=1.1e-10).adds_up
 
 
 def test_costs():

@@ -82,9 +82,9 @@ def results(tmp_path: pathlib.Path) -> pathlib.Path:
     save("convert", {"environment": ENVIRONMENT, "limit_s": 60.0, "stacks": stacks, "budgets": budgets}, root)
     cost = {"own_times": 3.14, "times": 9.5, "memory": 1.25, "own_memory": 3.75}
     summed = {
-        "measured": 1e-4, "residual": -2e-20, "backward_sums": True, "bend": 0.0123, "first": "linear_1", "cost": cost
+        "measured": 1e-4, "residual": -2e-20, "adds_up": True, "bend": 0.0123, "first": "linear_1", "cost": cost
     }  # fmt: skip
-    wrong = summed | {"residual": 1e-9, "backward_sums": False, "cost": None, "first": "other"}
+    wrong = summed | {"residual": 1e-9, "adds_up": False, "cost": None, "first": "other"}
     save("ledger-adds-up-mlp", {"environment": ENVIRONMENT, "model": "mlp", "sums": [summed, summed]}, root)
     save("ledger-adds-up-loop", {"environment": ENVIRONMENT, "model": "loop", "sums": [wrong, summed]}, root)
     found = {"due": 4, "found": 3, "first": 5, "median_elsewhere": 2.5, "by_run": [6, 5], "by_float64": [7, 6]}

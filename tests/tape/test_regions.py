@@ -146,7 +146,7 @@ def test_the_reference_is_what_the_kernels_compute(device: str, name: str) -> No
             assert [x.shape for x in made] == [x.shape for x in exact]
             for own, reference in zip(made, exact, strict=True):
                 torch.testing.assert_close(own.double(), reference, rtol=2**-7, atol=2**-7)
-            saved = [(*inputs, *made)[place] for place in plan.kept]
+            saved = [(*inputs, *made)[place] for place in plan.saved_positions]
             given = [torch.randn(spec.shape, device=device).to(spec.dtype) for spec in plan.outputs]
             given = [given[number] for number in plan.backward_program.cotangents]
             found = plan.finished(plan.backward(saved, given, seeds, region.seed))
