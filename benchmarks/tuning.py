@@ -216,6 +216,12 @@ class Agreement:
     of_error: float
 
 
+def lowest(trade: TradeOff) -> list[bool]:
+    """Return the assignment in which no choice is FP32."""
+    choices = set(trade.choices.values())
+    return [full and variable not in choices for variable, full in enumerate(trade.cut(0.0).full)]
+
+
 def compare(
     name: str, calibration: int, held_out: int, budgets: Sequence[float]
 ) -> tuple[list[Comparison], list[Agreement]]:
@@ -230,8 +236,7 @@ def compare(
     start = study.decided(settings.policy)
     unseen = [case.draw(generator) for _ in range(held_out)]
     reference = _reference(model, case, unseen)
-    chosen = set(trade.choices.values())
-    all_low = trade.outcome([full and v not in chosen for v, full in enumerate(trade.cut(0.0).full)])
+    all_low = trade.outcome(lowest(trade))
     known: dict[tuple[bool, ...], tuple[np.ndarray, Outcome, int]] = {}
 
     def measured(outcome: Outcome) -> tuple[np.ndarray, Outcome, int]:

@@ -58,6 +58,19 @@ class Alternative:
         return f"{self.precision}: {self.casts:+d} casts{moved}{taken}"
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Shape of a tensor, and whether gradients flow through it."""
+
+    shape: tuple[int, ...]
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, value: object) -> Size | None:
+        """Return the size of a tensor; None for anything else."""
+        return cls(tuple(value.shape), value.requires_grad) if isinstance(value, Tensor) else None
+
+
 class Prices:
     """Prices of the nodes of a conversion's graphs.
 
@@ -153,7 +166,7 @@ def sized(nodes: Mapping[tuple[int, str], Node], sizes: Mapping[tuple[int, str],
     for key, node in nodes.items():
         weight = node.all_input_nodes[0] if is_shadow(node) else node
         if weight.op == "get_attr":
-            node.meta["val"] = nested(attribute_of(weight), _without_memory)
+            node.meta["val"] = nested(attribute_of(weight), lambda leaf: _without_memory(Size.of(leaf)))
         elif key in sizes:
             node.meta["val"] = nested(sizes[key], _without_memory)
         notes(node).numel = numel_of(node.meta.get("val"))
@@ -165,11 +178,8 @@ def sized(nodes: Mapping[tuple[int, str], Node], sizes: Mapping[tuple[int, str],
             node.meta.update(meta)
 
 
-def _without_memory(like: Any) -> Tensor | None:
-    """Return a tensor of the shape of a tensor or of its ``tape.memory.Size``; None of anything else."""
-    # Asked by attribute: the tape's file loads Triton, which an import of fxprec must not.
-    has_gradient = getattr(like, "requires_grad", None)
-    return None if has_gradient is None else torch.empty(like.shape, device="meta", requires_grad=has_gradient)
+def _without_memory(size: Size | None) -> Tensor | None:
+    return None if size is None else torch.empty(size.shape, device="meta", requires_grad=size.requires_grad)
 
 
 def _casts(node: Node, current: torch.dtype, other: torch.dtype) -> tuple[list[Node], list[Node]]:

@@ -348,13 +348,14 @@ def _enter_function(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _enter(what: str | EntryPoint, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Enter the conversion by a call of a method of the class, by its name, or of a function with an entry point."""
+    """Enter the conversion by a call. ``what``: the key of a method of the class, or the entry point of a function."""
     conversion = None if module is None else module.__dict__.get(STATE) or _conversion_at(module)
     # A method or function that was kept from before ``revert``, or outlives its module.
     if module is None or conversion is None:
-        of_class = isinstance(what, str)
-        run = unbound_method(original_class(module), what.rpartition(".")[2]) if of_class else what.unbound  # type: ignore[arg-type]
-        return run(module, *args, **kwargs)
+        if isinstance(what, EntryPoint):
+            return what.unbound(module, *args, **kwargs)
+        assert module is not None  # a method is called on one
+        return unbound_method(original_class(module), what.rpartition(".")[2])(module, *args, **kwargs)
     entry = conversion.methods[what] if isinstance(what, str) else what
     tracing = conversion.wrappers.tracing
     if tracing is not None and tracing == threading.get_ident():  # then the user's own functions run

@@ -25,9 +25,11 @@ from fxprec.numerics.routes import OwnWay, Routes, own_way
 from fxprec.numerics.step import compared
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
-from fxprec.tape.adjoint import ErrorTerm, inner, measured, opened, terms
-from fxprec.tape.memory import OpOrigin, TensorPlace, difference
+from fxprec.tape.adjoint import ErrorTerm, measured, opened, terms
+from fxprec.tape.memory import TensorPlace, difference
+from fxprec.tape.operation import OpOrigin
 from fxprec.tape.recorder import Decision, OpRecorder, line_of, record
+from fxprec.tape.vjp import inner
 
 #: Of the error: what stands in a bend for want of a derivative and is less is not remarked on.
 _NOTABLE: Final = 0.01
@@ -340,8 +342,10 @@ class _LedgerBuilder:
         for term in terms:
             operation = term.operation
             entry = self._entries.setdefault(operation.origin, _Entry(operation.origin))
-            for name in ("rounding", "bend", "lost", "size"):
-                setattr(entry, name, getattr(entry, name) + getattr(term, name))
+            entry.rounding += term.rounding
+            entry.bend += term.bend
+            entry.lost += term.lost
+            entry.size += term.size
             # A fused region is one operation of the run: ``opened`` splits its rounding among the ops within, which are
             # told apart by name.
             parts = opened(term, recorder.memory) or {operation.name: term.rounding}

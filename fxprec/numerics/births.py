@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from fxprec.tape.exact_ops import draws
-from fxprec.tape.memory import Memory, Operation, OpOrigin, TensorPlace
+from fxprec.tape.memory import Memory, TensorPlace
+from fxprec.tape.operation import Operation, OpOrigin
 from fxprec.torch_internals import storage_key, tree_leaves, tree_unflatten
 
 Kind = Literal["overflow", "invalid", "underflow", "came in", "meant"]

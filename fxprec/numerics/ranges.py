@@ -42,7 +42,7 @@ from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.gradients import few, local
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.tape.attribution import Attribution, NodeOf, observe, written_by
-from fxprec.tape.memory import OpOrigin
+from fxprec.tape.operation import OpOrigin
 from fxprec.tape.recorder import line_of
 from fxprec.torch_internals import aten_foreach_copy_, aten_to_copy, current_autograd_node, storage_key, tree_leaves
 

@@ -35,7 +35,8 @@ from fxprec.model.warm_up import kept
 from fxprec.numerics.ledger import Cause, Route
 from fxprec.passes.graph.annotations import module_path
 from fxprec.tape.attribution import observe
-from fxprec.tape.memory import Operation, OpOrigin, TensorPlace, difference, full_fp32
+from fxprec.tape.memory import TensorPlace, difference
+from fxprec.tape.operation import Operation, OpOrigin, full_fp32
 from fxprec.tape.recorder import OpRecorder, line_of, record
 
 

@@ -41,7 +41,7 @@ from fxprec.numerics.births import (
     share_of,
 )
 from fxprec.tape.attribution import Attribution, NodeOf, observe, written_by
-from fxprec.tape.memory import OpOrigin
+from fxprec.tape.operation import OpOrigin
 from fxprec.tape.recorder import Decision, OpRecorder
 from fxprec.torch_internals import storage_key, tree_flatten, tree_leaves
 

@@ -14,7 +14,8 @@ from fxprec.kernels.optim import adam as multi_tensor_adam
 from fxprec.kernels.optim.adam import AdamSettings
 from fxprec.kernels.optim.tables import Gradients
 from fxprec.optim.one_pass import OnePass
-from fxprec.optim.parts import SEED, Formula, Rounding, StepInputs, checked_seed, scalar
+from fxprec.optim.parts import Formula, StepInputs, scalar
+from fxprec.optim.rounding import SEED, Rounding, checked_seed
 from fxprec.torch_internals import fused_adam_, fused_adamw_
 
 

@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 from fxprec.host_reads import reading_waits
 from fxprec.optim.gradient_check import GradientCheck, check
 from fxprec.optim.kernel_updates import CompiledUpdates, Plans, check_compiler
-from fxprec.optim.parts import COUNT, SEED, Backend, Formula, Kernel, Rounding, StepInputs, is_low, kernel_for, parts_of
+from fxprec.optim.parts import Backend, Formula, Kernel, StepInputs, kernel_for, parts_of
+from fxprec.optim.rounding import COUNT, SEED, Rounding, is_low
 from fxprec.optim.shadow_copies import ShadowCopies, ask_for_low_gradients, checked_low_gradients, end_low_gradients
 from fxprec.optim.torch_update import TorchUpdates
 from fxprec.scaling.gradients import local, parameters_of, summed

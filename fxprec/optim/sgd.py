@@ -15,7 +15,8 @@ from fxprec.kernels.optim import sgd as multi_tensor_sgd
 from fxprec.kernels.optim.sgd import SgdSettings
 from fxprec.kernels.optim.tables import Gradients
 from fxprec.optim.one_pass import OnePass
-from fxprec.optim.parts import Formula, StepInputs, checked_seed, is_low, scalar
+from fxprec.optim.parts import Formula, StepInputs, scalar
+from fxprec.optim.rounding import checked_seed, is_low
 from fxprec.torch_internals import fused_sgd_
 
 

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.operands import is_dense_tensor
-from fxprec.optim.parts import Formula, Rounding, StepInputs, UpdatePart, is_low
+from fxprec.optim.parts import Formula, StepInputs, UpdatePart
+from fxprec.optim.rounding import Rounding, is_low
 from fxprec.torch_internals import foreach_add_, foreach_copy_, foreach_sub_
 
 Lists = Mapping[str, list[Any]]

@@ -148,9 +148,6 @@ def _runner(lifted: GraphModule, compiled: Callable[..., Any] | None, device: st
             lifted.real_recompile()  # type: ignore[operator]  # of a lazy graph module
             forward = lifted.forward
             call_directly(forward)
-            # The commonest call of all: with nothing of ours around it.
-            names = forward.__globals__
-            names |= {name: torch.Tensor.to for name, each in names.items() if each is cast}
         return forward(*args)
 
     return run

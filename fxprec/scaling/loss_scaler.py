@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from numbers import Real
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from fxprec.errors import (
     UnusedSettingWarning,
 )
 from fxprec.host_reads import capturing
-from fxprec.scaling.gradients import GradientChecks, ParameterNames, parameters_of
+from fxprec.scaling.gradients import ParameterNames, parameters_of
 from fxprec.scaling.optimizer_state import (
     OptimizerState,
     Records,
@@ -55,6 +55,10 @@ from fxprec.scaling.skips import (
     scaling_attributes,
     wants_scaler,
 )
+from fxprec.scaling.unscale import GradientChecks
+
+if TYPE_CHECKING:
+    from fxprec.passes.policy.policy import Level
 
 
 class Observer(Protocol):
@@ -640,7 +644,7 @@ class LossScaler(torch.amp.GradScaler):
 _COMPOSED = frozenset({"_names", "_known", "_records", "_checks", "_observers"})
 
 
-def make_scaler(argument: object, dtype: torch.dtype, level: str, device: str) -> LossScaler:
+def make_scaler(argument: object, dtype: torch.dtype, level: Level, device: str) -> LossScaler:
     """Return the scaler for ``convert(scaler=argument)``, on parameters of this device type.
 
     None: dynamic for float16, disabled for bfloat16 and O0, static 1.0 for O3. False: disabled. A number: static.

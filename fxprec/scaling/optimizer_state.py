@@ -28,9 +28,10 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from fxprec.errors import LossScaleError
-from fxprec.scaling.gradients import Flags, GradientChecks, SpoiledGradients, claim, holds_any, parameters_of
+from fxprec.scaling.gradients import parameters_of
 from fxprec.scaling.scale import FloorWatch, LossScale, Scales
 from fxprec.scaling.skips import Skips, combined_flag
+from fxprec.scaling.unscale import Flags, GradientChecks, SpoiledGradients, claim, holds_any
 from fxprec.torch_internals import foreach_add_, view_base
 
 

@@ -119,11 +119,11 @@ class HostLook:
     def same(self) -> bool:
         # Modes should see the model's ops only.
         with unwatched() if dispatch_modes() else nullcontext():
-            return torch.equal(*self._both())
+            return torch.equal(*self._now_and_noted())
 
     def note(self) -> None:
         with unwatched() if dispatch_modes() else nullcontext():
-            now, noted = self._both()
+            now, noted = self._now_and_noted()
             # As floats, so that -0.0 counts as zero: a pruning mask makes it of a negative number.
             samples = now.view(torch.float32)
             zeros = len(samples) - int(samples.count_nonzero())
@@ -132,13 +132,13 @@ class HostLook:
                 self._zeros = zeros
                 few = samples.view(-1, SAMPLES).count_nonzero(1) <= _FEW
                 if few.any() and self._choose(few.nonzero().view(-1).tolist()):
-                    now, noted = self._both()
+                    now, noted = self._now_and_noted()
             if self._successive:
                 noted.copy_(now)
             else:
                 self._samples.values.index_copy_(0, self._numbers, now)
 
-    def _both(self) -> tuple[Tensor, Tensor]:
+    def _now_and_noted(self) -> tuple[Tensor, Tensor]:
         """Return the sampled elements as they are now, and as they were noted: a view if the rows are consecutive."""
         # What is compared is set last: threads share a look.
         if self._chosen != (chosen := self._samples.chosen):

@@ -28,7 +28,7 @@ from fxprec.model.conversion import conversion_of
 from fxprec.passes.graph.exact_graph import plain
 from fxprec.passes.torch_internals import schema_of
 from fxprec.programs.program import Program, without_autocast
-from fxprec.tape.memory import OpOrigin
+from fxprec.tape.operation import OpOrigin
 from fxprec.torch_internals import OpMode, current_autograd_node, sequence_number
 
 #: Told before a program runs: path in the model -> shadow, of its low weights.

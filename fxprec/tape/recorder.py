@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.inspection.nodes import short_paths, source_line
+from fxprec.inspection.prices import Size
 from fxprec.inspection.text import as_json
 from fxprec.model.conversion import conversion_of
 from fxprec.passes.graph.annotations import nested
 from fxprec.tape.attribution import Attribution, NodeOf, observe, written_by
-from fxprec.tape.memory import Memory, Operation, OpOrigin, Size, TensorPlace, full_fp32, is_place
+from fxprec.tape.memory import Memory, TensorPlace
+from fxprec.tape.operation import Operation, OpOrigin, full_fp32, is_place
 from fxprec.torch_internals import (
     aten_foreach_copy_,
     aten_to_copy,

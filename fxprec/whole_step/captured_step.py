@@ -26,7 +26,8 @@ from fxprec.errors import CaptureError
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.torch_internals import end_allocation, set_called
 from fxprec.whole_step.fixed import Fixed, Rates, ShadowLinks, attributes_of
-from fxprec.whole_step.iteration import Batch, Iteration, Watched, put_back, recorded, refuse_open_iteration
+from fxprec.whole_step.iteration import Batch, Iteration, refuse_open_iteration
+from fxprec.whole_step.put_back import Watched, put_back, recorded
 from fxprec.whole_step.refusals import (
     buffers_in_place,
     check_types,

@@ -44,16 +44,26 @@ def graph_call(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     call.is_graph_call = True  # type: ignore[attr-defined]
-    return call
+    return called_as(function)(call)
+
+
+def called_as(other: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Name what the compiled code of a program calls in place of a function: a graph call's body, a cast's method."""
+
+    def name(function: Callable[P, R]) -> Callable[P, R]:
+        function.called_as = other  # type: ignore[attr-defined]
+        return function
+
+    return name
 
 
 def call_directly(forward: Any) -> None:
-    """Let the compiled code of a graph that nobody traces call the bodies of its graph calls.
+    """Let the compiled code of a graph that nobody traces call what its functions are ``called_as``.
 
     A program runs at each call of a model, where the question for proxies would take as long as a small kernel's check.
     """
     names = forward.__globals__
-    names |= {name: each.__wrapped__ for name, each in names.items() if getattr(each, "is_graph_call", False)}
+    names |= {name: each.called_as for name, each in names.items() if hasattr(each, "called_as")}
 
 
 def stands_for(torchs: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
-from fxprec.kernels.launch.graph_call import graph_call
+from fxprec.kernels.launch.graph_call import called_as, graph_call
 from fxprec.kernels.launch.observers import runs_unseen
 from fxprec.kernels.launch.operands import LOW_DTYPES, PLAIN
 from fxprec.passes.graph.annotations import CASTABLE
 from fxprec.passes.torch_internals import tree_leaves, tree_map
 
 
+@called_as(torch.Tensor.to)
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``x`` in ``dtype``, itself where it is that already. Only for values known to be castable floats."""
     return x.to(dtype)

@@ -86,8 +86,8 @@ def rewrite_matches(gm: GraphModule, context: Context, patterns: Sequence[Patter
     by_op = {op: pattern for pattern in patterns for op in pattern.ops}
     around = WholeGraph(gm.graph, context)
     changed, declined = False, list[str]()
-    matched = [(node, by_op.get(noted.op.name)) for node, noted in annotated(gm.graph)]
-    for node, pattern in [(node, pattern) for node, pattern in matched if pattern is not None]:
+    matched = [(node, by_op[at.op.name]) for node, at in annotated(gm.graph) if at.op.name in by_op]
+    for node, pattern in matched:
         found = pattern.check(node, around)
         if isinstance(found, str):
             declined.append(f"{node.name}: {found}")

@@ -264,4 +264,4 @@ def annotate(node: Node, rule: Rule, why: str, reads: torch.dtype | None, output
     annotations.precision = Precision(arrival, compute, output, rule, why)
     # Fields of an earlier decision: tune decides the same graph many times.
     for stale in ("stored_dtype", "names_fp32"):
-        node.meta.pop(stale, None)
+        annotations.discard(stale)

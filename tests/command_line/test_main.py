@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxprec
-from fxprec.command_line.main import FAILURES, TargetError, Waiting, load, main, parser
+from fxprec.command_line.main import FAILURES, Waiting, main, parser
+from fxprec.command_line.target import TargetError, load
 from fxprec.passes.graph.annotations import Rule
 from page_data import data_of
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fxprec
 from as_it_was import unchanged
+from benchmarks.tuning import lowest
 from fxprec.model.conversion import conversion_of
 from fxprec.numerics import Tuned, audit, tune
 from fxprec.numerics.audit import ledger_of
@@ -120,12 +121,6 @@ def test_a_time_is_kept_to(tmp_path: Any) -> None:
     assert tuned.to_toml().count("  # ") == len(tuned.overrides()) == len(tuned.policy.overrides)
 
 
-def all_low(study: Study) -> list[bool]:
-    """The assignment in which no choice is FP32."""
-    choices = set(study.trade.choices.values())
-    return [full and variable not in choices for variable, full in enumerate(study.trade.cut(0.0).full)]
-
-
 @pytest.mark.slow
 def test_it_tells_where_nothing_had_to_be_done_and_where_all_became_fp32() -> None:
     torch.manual_seed(0)
@@ -134,7 +129,7 @@ def test_it_tells_where_nothing_had_to_be_done_and_where_all_became_fp32() -> No
     assert any(kept in remark for remark in tune(model, data, F.cross_entropy, error=1.0).remarks)
     assert not any(kept in remark for remark in tune(model, data, F.cross_entropy, error=1e-6).remarks)
     study = Study.of(Problem(model, F.cross_entropy), conversion_of(model).settings, batches(4))
-    start, wide = study.decided(study.context.policy), study.trade.outcome([True] * len(all_low(study)))
+    start, wide = study.decided(study.context.policy), study.trade.outcome([True] * len(lowest(study.trade)))
     assert any(fp32 in remark for remark in study.remarks(start, start, wide, wide, None))
     assert not any(fp32 in remark for remark in study.remarks(start, start, start, start, None))
     assert not any(fp32 in remark for remark in study.remarks(wide, wide, wide, wide, None))
@@ -191,7 +186,7 @@ def test_a_stream_in_fp32_is_rounded_for_its_branches_only(reads: str) -> None:
     study = Study.of(problem, settings, batches(16, 1))
     start = study.decided(settings.policy)
     wide = [node for node in study.trade.choices if node.name.startswith("add") or node.name in ("linear", "linear_9")]
-    full = all_low(study)
+    full = lowest(study.trade)
     for node in wide:
         full[study.trade.choices[node]] = True
     stream = study.trade.outcome(full)
@@ -203,7 +198,7 @@ def test_a_stream_in_fp32_is_rounded_for_its_branches_only(reads: str) -> None:
             )
     policy, _, reached = study.policy_for(stream, start)
     assert reached.square == pytest.approx(stream.square, rel=0.1, abs=0)
-    assert stream.square < study.trade.outcome(all_low(study)).square / 50
+    assert stream.square < study.trade.outcome(lowest(study.trade)).square / 50
     measured = abs(ledger_of(Problem(trial(model, policy=policy), F.cross_entropy), batches(24, 2)).measured)
     assert measured / 1.5 < math.sqrt(stream.square + study.constant) < measured * 1.5
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxprec.scaling.gradients import SpoiledGradients, holds_any
 from fxprec.scaling.loss_scaler import LossScaler
+from fxprec.scaling.unscale import SpoiledGradients, holds_any
 
 SUM = r"the gradient of param_groups\[0\]\['params'\]\[0\] of shape \(3,\) is a sum over two scales"
 
@@ -321,7 +321,7 @@ def test_nothing_is_watched_while_a_cuda_graph_is_captured(monkeypatch):
     scaler.scale((a * b).sum()).backward()
     scaler.update(1.0)
     assert scaler.scale((a * b).sum())._backward_hooks
-    monkeypatch.setattr("fxprec.scaling.gradients.capturing", lambda device: True)
+    monkeypatch.setattr("fxprec.scaling.unscale.capturing", lambda device: True)
     assert not scaler.scale((a * b).sum())._backward_hooks
 
 

@@ -15,11 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fxprec.tape import adjoint
-from fxprec.tape.adjoint import _LINEAR, _PRODUCTS, OpResult, inner, measured, pull, terms
+from fxprec.tape import vjp
+from fxprec.tape.adjoint import measured, terms
 from fxprec.tape.exact_ops import EXACT, draws
-from fxprec.tape.memory import Operation, OpOrigin, TensorPlace
+from fxprec.tape.memory import TensorPlace
+from fxprec.tape.operation import Operation, OpOrigin
 from fxprec.tape.recorder import OpRecorder
+from fxprec.tape.vjp import _LINEAR, _PRODUCTS, OpResult, inner, pull
 from fxprec.torch_internals import aten_to_copy
 
 OPS = [
@@ -250,8 +252,8 @@ def test_what_a_product_pulls_back_lies_as_what_it_belongs_to(rows: int, columns
 
 def test_a_cast_to_another_device_is_compared_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """On fake tensors, whose device need not be there; they have no values, which inner products would want."""
-    monkeypatch.setattr(adjoint, "inner", lambda weight, value: float((weight * value).numel()))
-    monkeypatch.setattr(adjoint, "difference", torch.sub)
+    monkeypatch.setattr(vjp, "inner", lambda weight, value: float((weight * value).numel()))
+    monkeypatch.setattr(vjp, "difference", torch.sub)
     place = TensorPlace(0, torch.float32, (4,), (1,), 0)
     made = TensorPlace(1, torch.bfloat16, (4,), (1,), 0)
     cast = Operation(aten_to_copy, (place,), None, (0,), (), (made,), (), OpOrigin("outside", ""))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxprec.tape.adjoint import terms
 from fxprec.tape.exact_ops import EXACT
-from fxprec.tape.memory import full_fp32
+from fxprec.tape.operation import full_fp32
 from fxprec.tape.recorder import OpRecorder
 
 backends: Any = torch.backends

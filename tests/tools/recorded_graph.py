@@ -33,7 +33,7 @@ _ASKED = {
     "fxprec.numerics.watching.verdicts.reading_waits": "aside",
     "fxprec.scaling.loss_scaler.capturing": "record",
     "fxprec.scaling.scale.capturing": "record",
-    "fxprec.scaling.gradients.capturing": "record",
+    "fxprec.scaling.unscale.capturing": "record",
 }
 
 

@@ -20,7 +20,7 @@ import captured_tools as tools
 import fxprec
 from fxprec.host_reads import OnHost
 from fxprec.numerics import watch
-from fxprec.whole_step.iteration import KeptIteration
+from fxprec.whole_step.put_back import KeptIteration
 
 OPTIMIZERS, batches, recorder, same = tools.OPTIMIZERS, tools.batches, tools.recorder, tools.same
 F16, BF16 = torch.float16, torch.bfloat16
