@@ -89,6 +89,7 @@ class OpaqueCode:
     def __init__(self, decline: Callable[[str], Any]) -> None:
         self._decline = decline
         self._places: dict[int, tuple[CodeType, dict[int, Why]]] = {}
+        self._before_calls: dict[int, list[Callable[[], None]]] = {}
         self._inside = False
         self._watch = (_Traced if _MONITORING is None else _Monitored)(self._reached)
 
@@ -97,11 +98,20 @@ class OpaqueCode:
 
         ``why`` may depend on the frame, and be None there: the trace goes on.
         """
-        places = self._places.setdefault(id(code), (code, {}))[1]
+        places = self._places_in(code)
         for offset in offsets or (_START,):
             places.setdefault(offset, why)
+
+    def before_call(self, code: CodeType, run: Callable[[], None]) -> None:
+        """Run a function once, before ``code`` is executed; it may name places in this very code."""
+        self._places_in(code)
+        self._before_calls.setdefault(id(code), []).append(run)
+
+    def _places_in(self, code: CodeType) -> dict[int, Why]:
+        """Watch a code object, and return what is named in it so far."""
         if self._inside:
             self._watch.add(code)
+        return self._places.setdefault(id(code), (code, {}))[1]
 
     def __enter__(self) -> None:
         self._inside = True
@@ -112,8 +122,13 @@ class OpaqueCode:
         self._inside = False
         self._watch.end()
 
-    def _reached(self, code: CodeType, offset: int) -> None:
-        why = self._places[id(code)][1].get(offset)
+    def _reached(self, code: CodeType, offset: int) -> bool:
+        """Decline if this place was named; return whether the code has places behind its start."""
+        if offset == _START:
+            for run in self._before_calls.pop(id(code), ()):
+                run()
+        places = self._places[id(code)][1]
+        why = places.get(offset)
         # Whether a question is unheard depends on what is on the stack.
         if callable(why):
             frame: Any = sys._getframe(1)
@@ -122,12 +137,13 @@ class OpaqueCode:
             why = why(frame)
         if why is not None:
             self._decline(why)
+        return not places.keys() <= {_START}
 
 
 class _Monitored:
     """By ``sys.monitoring``. It tells of every thread, and nothing of code that runs already when it is added."""
 
-    def __init__(self, reached: Callable[[CodeType, int], None]) -> None:
+    def __init__(self, reached: Callable[[CodeType, int], bool]) -> None:
         self._reached = reached
         self._tool: int | None = None
         self._codes: dict[int, CodeType] = {}
@@ -143,8 +159,8 @@ class _Monitored:
             thread = threading.get_ident()
 
             def executes(code: CodeType, offset: int) -> None:
-                if threading.get_ident() == thread:
-                    self._reached(code, offset)
+                if threading.get_ident() == thread and not self._reached(code, offset) and offset == _START:
+                    _MONITORING.set_local_events(self._tool, code, events.PY_START)
 
             _MONITORING.register_callback(self._tool, events.INSTRUCTION, executes)
             _MONITORING.register_callback(self._tool, events.PY_START, lambda code, _: executes(code, _START))
@@ -168,7 +184,7 @@ class _Monitored:
 class _Traced:
     """By ``sys.settrace``."""
 
-    def __init__(self, reached: Callable[[CodeType, int], None]) -> None:
+    def __init__(self, reached: Callable[[CodeType, int], bool]) -> None:
         self._reached = reached
         self._codes: dict[int, CodeType] = {}
         self._before: Callable[..., Any] | None = None
@@ -191,7 +207,8 @@ class _Traced:
         theirs = None if self._before is None else self._before(frame, event, argument)
         if id(frame.f_code) not in self._codes:
             return theirs
-        self._reached(frame.f_code, _START)
+        if not self._reached(frame.f_code, _START):
+            return theirs
         frame.f_trace_opcodes = True
 
         def executing(frame: FrameType, event: str, argument: Any) -> Any:

@@ -107,7 +107,7 @@ class Recorder:
         self._reads: dict[int, Reads] = {}
         self._seen: set[tuple[int, str]] = set()
         self.opaque = OpaqueCode(decline)
-        self.surroundings = Surroundings(self.opaque.stop_at)
+        self.surroundings = Surroundings(self.opaque.stop_at, self.opaque.before_call)
         self._asked: dict[tuple[str, Any], Asked] = {}
         self.slots: dict[int, tuple[str, Slot]] = {}
         self._ties: list[tuple[Slot, Slot]] = []

@@ -16,6 +16,9 @@ of the user's, a dict) are found in the bytecode, before a function is called:
 A value that code gets hold of is looked through (``look_at``): of a function its code is read, of a class the
 attributes that code may ask for are guarded, of a container what is in it. Each of these may lead to further values.
 Wherever the walk ends at something that may change unseen, it says why, and the trace must not get there.
+
+Code of large packages leads to thousands of functions that a forward never calls. So the walk reads the code of some
+functions at once; that of others is read when the trace calls them, before their first instruction.
 """
 
 from __future__ import annotations
@@ -86,9 +89,11 @@ _UNCHANGING: Final[tuple[Any, ...]] = (
     type(_FACTORY),
 )
 _MISSING: Final = object()
-#: How far the walk goes from function to function, and how many values it looks at: imports lead through packages.
+#: How far the walk goes from value to value, and how many it looks at.
 _DEEPEST: Final = 40
 _MOST: Final = 20_000
+#: The code of so many functions is read before they are called: to watch calls slows a trace by half.
+_AT_ONCE: Final = 100
 _IMPURE: Final = "which looks at more than its arguments"
 
 
@@ -110,16 +115,22 @@ class Surroundings:
     Args:
         stop_at: called with a code object, offsets in it (none: its very start) and a reason: the trace must not get
             there (or, where the reason is a function of the frame, if it gives one).
+        when_called: called with a code object and a function to call before the trace executes it.
 
     Attributes:
-        functions: those whose code was looked through.
+        functions: those of the user's that were met.
         contents: what containers held before the trace.
         asks_types: a function asks for the class of something.
         tensors: those that are no attributes, by id, with what people call them: a graph may hold their shapes.
     """
 
-    def __init__(self, stop_at: Callable[[types.CodeType, tuple[int, ...], Why], None]) -> None:
+    def __init__(
+        self,
+        stop_at: Callable[[types.CodeType, tuple[int, ...], Why], None],
+        when_called: Callable[[types.CodeType, Callable[[], None]], None],
+    ) -> None:
         self._stop_at = stop_at
+        self._when_called = when_called
         # Each guard once, by where it looks: the first look, before the trace runs, is the one that counts.
         self._expected: dict[tuple[int, Any], Expected] = {}
         # With the object, so that its id stays its own.
@@ -167,8 +178,10 @@ class Surroundings:
             return None
         known = self._looked_at.get(id(value))
         if known is None:
-            if self._depth >= _DEEPEST or len(self._looked_at) >= _MOST:
-                return f"{label or 'an object'}, through more functions and objects than a trace is checked for"
+            # A function ends the walk there: its code is read when it is called.
+            too_deep = self._depth >= _DEEPEST and type(value) is not types.FunctionType
+            if too_deep or len(self._looked_at) >= _MOST:
+                return f"{label or 'an object'}, through more objects than a trace is checked for"
             # It may hold itself: whoever meets it within takes it for harmless until the walk is done with it.
             self._looked_at[id(value)] = value, None
             self._depth += 1
@@ -251,16 +264,21 @@ class Surroundings:
         if not is_trusted(function):
             if is_library(function):
                 return f"{function.__module__}.{function.__qualname__}, {_IMPURE}"
-            self._function_of_user(function)
+            self.functions.append(function)
+            if vars(function):
+                self.contents.add(vars(function))
+            if len(self._codes) < _AT_ONCE and self._depth < _DEEPEST:
+                self._function_of_user(function)
+            else:
+                # What it reads is then as it was before the trace: whatever the trace wrote to until then was reached
+                # from code that had been read, so that it was noted, or stopped the trace.
+                self._when_called(function.__code__, functools.partial(self._function_of_user, function))
         else:
             self._trusted_function(function)
         wrapped = vars(function).get("__wrapped__")
         return None if wrapped is None else self.look_at(wrapped)
 
     def _function_of_user(self, function: types.FunctionType) -> None:
-        self.functions.append(function)
-        if vars(function):
-            self.contents.add(vars(function))
         code, keywords = function.__code__, function.__kwdefaults__ or {}
         if (
             why := self._guard_held((*(function.__defaults__ or ()), *keywords.values()), function.__qualname__)

@@ -62,6 +62,37 @@ def test_it_stops_before_the_call() -> None:
     assert log == []
 
 
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_what_is_to_run_before_a_call_runs_once_and_may_stop_that_very_call(when: str) -> None:
+    log: list[str] = []
+    function, opaque = made(log), OpaqueCode(decline)
+    code = function.__code__
+
+    def look() -> None:
+        log.append("looked")
+        opaque.stop_at(code, second_constant(code), "enough")
+
+    def twice() -> None:
+        with pytest.raises(CaptureDeclined, match="enough"):
+            function()
+
+    if when == "before":
+        opaque.before_call(code, look)
+    with opaque:
+        if when == "within":
+            opaque.before_call(code, look)
+        twice()
+    # Once: the next context knows the place.
+    with opaque:
+        twice()
+    assert log == ["looked", "first", "first"]
+    with opaque:
+        opaque.before_call(code, lambda: opaque.stop_at(code, (), "not at all"))
+        with pytest.raises(CaptureDeclined, match="not at all"):
+            function()
+    assert log == ["looked", "first", "first"]
+
+
 def test_other_threads_go_on() -> None:
     log: list[str] = []
     function, opaque = made(log), OpaqueCode(decline)
@@ -136,28 +167,70 @@ def test_tools_are_given_back_and_declined_where_all_are_taken() -> None:
             monitoring.free_tool_id(tool)
 
 
-def test_a_walk_through_very_many_functions_ends_with_a_reason():
-    """The trace declines where the model goes on, and no line of its is blamed for Python's recursion limit."""
-    scope: dict[str, Any] = {"torch": torch}
-    source = "".join(f"def f{i}(x): return f{i + 1}(x)\n" for i in range(400)) + "def f400(x): return torch.relu(x)\n"
+class Calls(nn.Module):
+    """A layer, and behind it a function of the user's."""
+
+    def __init__(self, first: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.first = nn.Linear(2, 2), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(self.fc(x))
+
+
+def chain(count: int, last: str) -> dict[str, Any]:
+    """Functions of which each calls the next: f0 to f399, say, and ``last`` as the body of the one behind them."""
+    scope: dict[str, Any] = {"torch": torch, "COUNTS": [3], "SCALE": 2.0}
+    source = "".join(f"def f{i}(x): return f{i + 1}(x)\n" for i in range(count)) + f"def f{count}(x):\n    {last}\n"
     exec(compile(source, "user.py", "exec"), scope)
+    return scope
 
-    class Model(nn.Module):
-        def __init__(self, first: Callable[[Tensor], Tensor]) -> None:
-            super().__init__()
-            self.fc, self.first = nn.Linear(2, 2), first
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.first(self.fc(x))
-
-    shallow, deep = Model(scope["f390"]), Model(scope["f0"])
+@pytest.mark.parametrize("count", [3, 60, 400])
+def test_functions_far_away_are_guarded_stopped_at_and_put_back_as_near_ones_are(count):
+    """Beyond what is read at once, code is read when it is called."""
     x = torch.randn(1, 2)
-    for model in (shallow, deep):
-        expected = model.fc(x).relu()
-        fxprec.convert(model, level="O0")
-        if model is shallow:
-            torch.testing.assert_close(model(x), expected)
+    scope = chain(count, "return torch.relu(x) * SCALE")
+    model, _ = fxprec.convert(Calls(scope["f0"]), level="O0", capture="symbolic")
+    for scale in (2.0, 3.0):
+        scope["SCALE"] = scale
+        torch.testing.assert_close(model(x), model.fc(x).relu() * scale)
+    assert not model._fxprec.declined
+
+    opaque = Calls(chain(count, "COUNTS.append(len(COUNTS)); import time; return x * time.time()")["f0"])
+    with pytest.raises(fxprec.CaptureError, match="time"):
+        fxprec.convert(opaque, level="O0", capture="symbolic")(x)
+    assert opaque.first.__globals__["COUNTS"] == [3]
+
+
+def test_code_that_is_far_away_and_never_called_is_not_read():
+    """Packages are large: what their functions read cannot matter to a graph that never called them."""
+    scope = chain(400, "return torch.relu(x) * SCALE")
+    exec("def either(x): return torch.relu(x) if FAR is None else f0(x)", scope)
+    scope["FAR"] = None
+    model, _ = fxprec.convert(Calls(scope["either"]), level="O0", capture="symbolic")
+    x = torch.randn(1, 2)
+    for scale, graphs in ((2.0, 1), (5.0, 1)):
+        scope["SCALE"] = scale
+        torch.testing.assert_close(model(x), model.fc(x).relu())
+        assert len(fxprec.graphs(model)) == graphs
+    scope["FAR"] = 1
+    torch.testing.assert_close(model(x), model.fc(x).relu() * 5)
+
+
+def test_a_walk_through_nested_objects_ends_with_a_reason():
+    """The trace declines where the model goes on, and no line of its is blamed for Python's recursion limit."""
+    x = torch.randn(1, 2)
+    for depth in (10, 60):
+        table: Any = 2.0
+        for _ in range(depth):
+            table = {"in": table, "by": []}
+        scope = chain(1, "return torch.relu(x) * len(TABLE)")
+        scope["TABLE"] = table
+        model = Calls(scope["f0"])
+        if depth == 10:
+            torch.testing.assert_close(fxprec.convert(model, level="O0").module(x), 2 * model.fc(x).relu())
             assert not model._fxprec.declined
         else:
-            with pytest.raises(fxprec.CaptureError, match="through more functions and objects"):
-                fxprec.convert(fxprec.revert(model), level="O0", capture="symbolic")(x)
+            with pytest.raises(fxprec.CaptureError, match="through more objects"):
+                fxprec.convert(model, level="O0", capture="symbolic")(x)
