@@ -41,7 +41,7 @@ class Faulty(nn.Module):
         self.count: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
+        self.count.add_(1)
         h = self.drop(self.norm(self.first(x)).tanh())
         h = h / (x[:, :1] - 7).abs()
         h = h + 0.1 * (h * 0 + (x[:, 1:2] - 9).square()).sqrt()
@@ -239,7 +239,7 @@ def test_a_late_replay_has_the_batch_the_random_numbers_and_the_buffers_of_the_s
             self.count: Tensor
 
         def forward(self, x: Tensor) -> Tensor:
-            self.count += 1
+            self.count += 1  # dynamo captures it
             drawn = F.dropout(torch.ones(64), 0.5).sum()
             return self.layer(x) / ((drawn - x[0, 1]).abs() + (self.count - x[0, 0]).abs())
 
