@@ -1,16 +1,30 @@
-"""Resolves what the user's own ``with torch.autocast(...)`` means for the nodes within.
+"""Resolve what the user's own ``with torch.autocast(...)`` means for the nodes within.
 
-Of a region that disables autocast the nodes are marked, and keep their original dtypes. In a region in the low dtype
-that we lower to, the policy decides as elsewhere; "original" is there what autocast gave a value, and its results have
-those dtypes. Of both the calls that enter and leave go::
+A region is what stands between a call that enters autocast and the one that leaves it. What becomes of it depends on
+what it says:
+
+====================================  ==================================================================================
+autocast(enabled=False)               its nodes are marked ``False`` and keep their original dtypes. So it is also where
+                                      it names another device type than the conversion's: code that writes
+                                      ``autocast("cuda", enabled=False)`` means "FP32 here", wherever it runs
+in the conversion's low dtype         its nodes are marked with that dtype. The policy decides as elsewhere, but the
+                                      original dtype of a value is the one that autocast gave it when it was captured,
+                                      and results of the region are returned in that
+in another dtype                      runs as it is written
+in the low dtype, with an op whose    runs as it is written: we would leave the op's dtypes alone, autocast may change
+rule is KEEP (``_is_kept_op``)        them
+any that enables it, at O0            runs as it is written
+enabled, of another device type       means nothing here: its nodes are marked as those around it
+====================================  ==================================================================================
+
+Where nodes are marked, the calls that enter and leave go::
 
     %_ = _enter_autocast(cpu, None, False, None)
     %c = mul(%b, %s)                          ->      %c = mul(%b, %s)             # meta["autocast"] = False
     %_1 = _exit_autocast(%_)
 
-A region in another dtype runs as it is written. So does one with a decomposition or an unknown op, which we leave alone
-and autocast may not, and at O0 each one. It becomes the body of an op that enters autocast: an error in it leaves
-autocast as it was, and nothing can be moved in or out::
+A region that runs as it is written becomes the body of an op that enters autocast. So an error in it leaves autocast as
+it was, and no pass can move anything in or out. Regions within it become bodies of that body, whatever they say::
 
     %_ = _enter_autocast(cpu, torch.float16, True, None)      %body = get_attr[autocast_0]
     %h = linear(%x, %w)                               ->      %call = wrap_with_autocast(cpu, torch.float16, True, None,
@@ -51,10 +65,10 @@ def _resolve(gm: GraphModule, context: Context, within: bool) -> bool:
     Args:
         within: the graph is the body of a region that runs as it is written, and so do those further in.
     """
-    open_regions: list[bool | torch.dtype] = []
+    open_regions: list[bool | torch.dtype] = []  # the mark of each region that the node is in, the innermost last
     erase: list[Node] = []
-    kept: list[list[Node]] = []
-    depth = 0  # of borders within the region that is kept, its own included
+    kept: list[list[Node]] = []  # the nodes of each outermost region that runs as it is written, its borders included
+    depth = 0  # how many regions deep the node is, from such a region on; 0: in none
     for node in gm.graph.nodes:
         enters, exits = (node.op == "call_function" and node.target is each for each in (enter_autocast, exit_autocast))
         if depth or (enters and (within or notes(node).as_written or _runs_as_written(node, context))):
@@ -65,7 +79,7 @@ def _resolve(gm: GraphModule, context: Context, within: bool) -> bool:
             if node.op != "output":
                 kept[-1].append(node)
         elif enters:
-            open_regions.append(_mark_of(node, context, open_regions[-1] if open_regions else True))
+            open_regions.append(_mark_within(node, context, open_regions[-1] if open_regions else True))
             erase.append(node)
         elif exits:
             open_regions.pop()
@@ -75,7 +89,7 @@ def _resolve(gm: GraphModule, context: Context, within: bool) -> bool:
     for node in reversed(erase):
         gm.graph.erase_node(node)
     for region in kept:
-        body = _make_body(gm, region)
+        body = _make_body(gm, region, context)
         if body is not None:
             _resolve(body, context, within=True)
     return bool(erase or kept)
@@ -85,12 +99,15 @@ def is_kept_region(node: Node, context: Context) -> bool:
     """Return whether a node calls a body under an autocast of the user's that runs as it is written."""
     if node.target is not wrap_with_autocast:
         return False
-    body = body_of(node.args[4])  # type: ignore[arg-type]
+    _, dtype, enabled, _, fetched, *_ = node.args  # as ``_call_body`` writes them
+    body = body_of(fetched)  # type: ignore[arg-type]
     made_here = body is not None and any(notes(each).as_written for each in body.graph.nodes)
-    return made_here or node.args[2] is False or node.args[1] is not context.low
+    # A program may have such calls of its own: those are kept unless they enable the dtype that we lower to.
+    return made_here or enabled is False or dtype is not context.low
 
 
 def _runs_as_written(enter: Node, context: Context) -> bool:
+    """Return whether a region runs as it is written (see the module's table)."""
     enabled, device = argument(enter, 2, "enabled", True), argument(enter, 0, "device_type")
     if not enabled or device != context.device:
         return False
@@ -100,6 +117,7 @@ def _runs_as_written(enter: Node, context: Context) -> bool:
 
 
 def _nodes_within(enter: Node) -> Iterator[Node]:
+    """Yield the nodes of a region; to the end of the graph where nothing leaves it."""
     node = enter.next
     while node.op != "output" and not (node.target is exit_autocast and node.args[0] is enter):
         yield node
@@ -107,35 +125,47 @@ def _nodes_within(enter: Node) -> Iterator[Node]:
 
 
 def _is_kept_op(node: Node) -> bool:
-    """Return whether an op runs as in the original program, where autocast may give it other dtypes than arrive."""
+    """Return whether we would leave an op's dtypes alone (KEEP), and it computes, so that autocast may change them.
+
+    An op without a row of the table is such a one, too: ``facts_of`` says KEEP of it. A callable that is no op at all
+    (``canonical_op`` is None) is not.
+    """
     if node.op != "call_function" and node.op != "call_method":
         return False
     op = canonical_op(node)
     if op is None or node.target in (enter_autocast, exit_autocast) or isinstance(node.target, HigherOrderOperator):
         return False
-    facts = facts_of(op.name)
-    computes = facts.result != "none" and not facts.arrives and not facts.random
-    return computes and facts.rule is Rule.KEEP and bool(node.all_input_nodes)
+    row = facts_of(op.name)
+    computes = row.result != "none" and not row.arrives and not row.random
+    return computes and row.rule is Rule.KEEP and bool(node.all_input_nodes)
 
 
 def _dtype_of(enter: Node) -> torch.dtype:
     return argument(enter, 1, "dtype") or torch.get_autocast_dtype(argument(enter, 0, "device_type"))
 
 
-def _mark_of(enter: Node, context: Context, around: bool | torch.dtype) -> bool | torch.dtype:
-    others = argument(enter, 0, "device_type") != context.device and argument(enter, 2, "enabled", True)
-    return around if others else _mark_within(enter)
+def _mark_within(
+    enter: Node, context: Context, around: bool | torch.dtype, as_written: bool = False
+) -> bool | torch.dtype:
+    """Return the mark of the nodes of a region: False, its dtype, or the mark of the nodes around it.
 
-
-def _mark_within(enter: Node) -> bool | torch.dtype:
-    return _dtype_of(enter) if argument(enter, 2, "enabled", True) else False
+    Args:
+        around: that mark.
+        as_written: torch itself runs the region, so that one of another device type does nothing, even if it disables.
+    """
+    enabled = bool(argument(enter, 2, "enabled", True))
+    if argument(enter, 0, "device_type") != context.device and (enabled or as_written):
+        return around
+    return _dtype_of(enter) if enabled else False
 
 
 def _mark(node: Node, region: bool | torch.dtype, as_written: bool = False) -> None:
-    """Note the region of a node of a graph that has its module, and of all nodes in the bodies that it calls.
+    """Write the mark of a region on a node and, if need be, on all nodes in the bodies that it calls.
 
-    The dtype that autocast gave a value is taken from the value that dynamo saw, which in a checkpoint's body nobody
-    has taken over as ``meta["val"]``.
+    Bodies are found as attributes of the module that owns the node's graph, so the graph must have one by now.
+
+    The dtype that autocast gave a value is taken from the value that dynamo saw (``meta["example_value"]``): in a
+    checkpoint's body nobody has taken that over as ``meta["val"]`` yet.
     """
     notes(node).autocast = region
     if "example_value" in node.meta:
@@ -148,7 +178,7 @@ def _mark(node: Node, region: bool | torch.dtype, as_written: bool = False) -> N
                 _mark(inner, region, as_written)
 
 
-def _make_body(gm: GraphModule, region: Sequence[Node]) -> GraphModule | None:
+def _make_body(gm: GraphModule, region: Sequence[Node], context: Context) -> GraphModule | None:
     """Move the nodes of a region, from its first border to its last, into a body; None where nothing is in it."""
     enter = region[0]
     # The exit is a border only where it is this region's: a graph may end before it.
@@ -162,7 +192,8 @@ def _make_body(gm: GraphModule, region: Sequence[Node]) -> GraphModule | None:
         body = GraphModule(gm, _body_graph(inside, read, given), "AutocastBody")
         for node in body.graph.nodes:
             if node.op.startswith("call"):
-                _mark(node, _mark_within(enter), as_written=True)
+                # The region around has marked the node already, if that runs as it is written, too.
+                _mark(node, _mark_within(enter, context, notes(node).autocast, as_written=True), as_written=True)
         # Bodies that it calls itself are its own attributes now, and no arguments.
         read = [node for node in read if body_of(node) is None]
         results = _call_body(gm, body, enter, next(reversed(inside)), read, given)
@@ -174,6 +205,7 @@ def _make_body(gm: GraphModule, region: Sequence[Node]) -> GraphModule | None:
 
 
 def _body_graph(inside: Iterable[Node], read: Iterable[Node], given: Iterable[Node]) -> Graph:
+    """Return a graph of copies of the nodes inside, with what they read as inputs, and what others read as results."""
     graph, copies = Graph(), dict[Node, Node]()
     for node in sorted(read, key=lambda node: body_of(node) is not None):  # placeholders come first
         fetches = body_of(node) is not None

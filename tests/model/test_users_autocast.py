@@ -122,6 +122,14 @@ def inside_other_regions(m: Layers, x: Tensor) -> tuple[Tensor, ...]:
     return y, z, m.c(x)
 
 
+class OtherDevice(Layers):
+    def forward(self, x):
+        with torch.autocast("cpu", F16):
+            h = self.a(x)
+            with torch.autocast("cuda", enabled=False):
+                return self.b(h) * 8
+
+
 class Broken(Layers):
     def forward(self, x):
         with torch.autocast("cpu", F16):
@@ -226,8 +234,8 @@ class Failed(Layers):
 
 
 KINDS = (
-    Whole, Part, SameDtype, Default, Off, Nested, Decorated, DecoratedParts, Checkpointed, Broken, NotCompiled,
-    SetByHand, DefaultSetByHand, CustomForward, Asked, Written, Decomposed, Sizes, Failed,
+    Whole, Part, SameDtype, Default, Off, Nested, OtherDevice, Decorated, DecoratedParts, Checkpointed, Broken,
+    NotCompiled, SetByHand, DefaultSetByHand, CustomForward, Asked, Written, Decomposed, Sizes, Failed,
 )  # fmt: skip
 
 

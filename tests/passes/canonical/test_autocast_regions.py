@@ -23,7 +23,10 @@ def canonicalize(gm, context) -> PassResult:
 
 
 def built(*parts) -> GraphModule:
-    """``%a = neg(%x)``, then regions as (dtype, what is in it, ...) and calls by name, each of what came before."""
+    """``%a = neg(%x)``, then regions as (dtype, what is in it, ...) and calls by name, each of what came before.
+
+    A dtype alone, None or False is for a CPU; (device type, dtype) for another one.
+    """
     graph = Graph()
     value = graph.call_method("neg", (graph.placeholder("x"),))
 
@@ -32,8 +35,9 @@ def built(*parts) -> GraphModule:
         if isinstance(part, str):
             value = graph.call_method(part, (value,))
             return
-        dtype, *inner = part
-        entered = graph.call_function(enter_autocast, ("cpu", dtype or None, dtype is not False, None))
+        first, *inner = part
+        device, dtype = first if isinstance(first, tuple) else ("cpu", first)
+        entered = graph.call_function(enter_autocast, (device, dtype or None, dtype is not False, None))
         for each in inner:
             add(each)
         graph.call_function(exit_autocast, (entered,))
@@ -81,6 +85,9 @@ return (%sigmoid)""",
     ((False, "tanh"), {"tanh": False}),
     ((BF16, "tanh", (False, "sigmoid"), "abs"), {"tanh": BF16, "sigmoid": False, "abs_1": BF16}),
     ((False, (BF16, "tanh")), {"tanh": BF16}),
+    ((("cuda", F16), "tanh"), {}),
+    ((BF16, (("cuda", F16), "tanh")), {"tanh": BF16}),
+    ((BF16, (("cuda", False), "tanh")), {"tanh": False}),  # which is meant, whatever it runs on
 ], ids=str)  # fmt: skip
 def test_a_region_in_the_low_dtype_is_marked(region, expected, tools):
     gm = built(region, "relu")
@@ -108,6 +115,13 @@ def test_regions_within_are_bodies_of_bodies(tools):
     assert [node.target for node in second.graph.nodes if node.op == "call_method"] == ["cos"]
     x = torch.rand(3)
     torch.testing.assert_close(gm(x), (-x).tanh().sigmoid().sin().cos())
+
+
+@pytest.mark.parametrize("dtype", [BF16, False], ids=str)
+def test_a_region_of_another_device_type_does_nothing_in_one_that_runs_as_it_is_written(dtype, tools):
+    gm = built((F16, "tanh", (("cuda", dtype), "sigmoid")))
+    canonicalize(gm, tools.context())
+    assert {*marks(gm.autocast_0.autocast_0).values()} == {F16}
 
 
 def test_an_empty_region_goes(tools):
