@@ -12,8 +12,8 @@ of the reader low. A view, or an op that only moves or selects values, is a read
 is one place where FP32 becomes low, and that is paid for.
 
 Roundings count as independent, so their squares add up. Two things are simplified. Errors of several low readers of one
-FP32 value are correlated in truth. And from low to FP32 and back, through an op that only moves values, is paid for
-twice though it loses nothing; no best cut does that. What the policy's overrides say stays, and
+FP32 value are correlated in truth. And a low value that an op which only moves values takes in FP32, and hands to a low
+reader, pays for that reader's rounding though it loses nothing; no best cut does that. What the policy's overrides say stays, and
 so do pins of safety, ops whose cost is unknown, and in float16 the ops that are FULL: an error measured on some data
 says nothing of the range of others.
 """
@@ -50,7 +50,8 @@ class Outcome:
 
     Attributes:
         full: variable -> whether it is FP32.
-        seconds: of a step, of what differs between dtypes, and the ops between.
+        seconds: the time of a step: its casts, its LOW ops of known cost, and what the other ops move. Left out is
+            what takes the same time in any dtype.
         square: the squared error that it predicts.
     """
 
@@ -71,7 +72,7 @@ class TradeOff:
     Attributes:
         choices: op that may be either -> its variable. Ops of one name share the decision, as overrides name them.
         squares: as they were given.
-        pairs: the variables of a value and of one that reads it at such a price.
+        pairs: the variables of a value and of a reader, where ``reads`` has an error for the two.
         unpriced: op that stays low, as nobody knows what it costs -> why.
     """
 
@@ -160,7 +161,8 @@ class TradeOff:
 
     def decided(self) -> Outcome:
         """Return the assignment of the graphs' annotations, as ``decide`` wrote them last."""
-        # The annotations answer another problem, with closures of its own: these must not correct them.
+        # ``decide`` solved another problem, whose answer may break closures of this one. Those are left out, so that
+        # the choices are taken as they are, and not corrected.
         pins = dict(self._time.pins)
         for node, variable in self.choices.items():
             pins[variable] = computes_full(node)
@@ -226,6 +228,7 @@ class TradeOff:
 
     def _read_in(self, node: Node, reader: Node) -> int | None:
         """Return the variable in whose dtype a value is read; None where the reader takes what arrives."""
+        # A cast of the user's has no ``read``: it is noted as a reader in the dtype that it puts out.
         decided = self._constraints.decided.get(reader)
         known = () if decided is None else (decided.read, decided.out)
         return next((each for each in known if each is not None and self._variables.is_read(node, each)), None)
@@ -244,8 +247,14 @@ class TradeOff:
         return self._costs.stream(node, torch.float32), self._costs.stream(node, self._costs.low)
 
     def _seconds_if_low(self) -> float:
-        """Picoseconds of all ops where the free ones are low."""
-        total = 0.0
+        """Picoseconds of all ops where the free ones are low: what ``cost_of`` adds makes it the time of an assignment.
+
+        ``cost_of`` counts from zero up. If an op is faster in FP32 it adds the difference where the op is low, and if
+        the op is pinned to FP32 it adds what the sum below has already: both are taken off.
+        """
+        pins, total = self._time.pins, 0.0
+        for variable, cost in self._time.unary.items():
+            total -= max(cost if pins.get(variable) else -cost, 0.0)
         for node, decided in self._constraints.decided.items():
             if node in self._constraints.priced:
                 total += self._constraints.priced[node][1].low
@@ -323,9 +332,12 @@ class _Budget:
     def _moves(self, good: Outcome, bad: Outcome) -> list[Move]:
         """Return the assignments that are worth a try: ops made FP32 or low.
 
-        One alone; one that makes a value and one that reads it, as what the former no longer rounds the latter does;
-        and all that are connected in this way and differ between two points of the hull, as in either. With each goes
-        what closures force.
+        - each op alone;
+        - the maker of a value together with a reader of it: if only the maker becomes FP32, its rounding moves into the
+          low reader, and nothing is won;
+        - all ops that are connected by such pairs and differ between the two points of the hull, as in either of them.
+
+        With each goes what closures force.
         """
         pairs = self.trade.pairs
         groups = [*((variable,) for variable in dict.fromkeys(self.trade.choices.values())), *pairs]

@@ -127,7 +127,8 @@ class OtherDevice(Layers):
         with torch.autocast("cpu", F16):
             h = self.a(x)
             with torch.autocast("cuda", enabled=False):
-                return self.b(h) * 8
+                h = self.b(h.float())
+            return h.exp()
 
 
 class Broken(Layers):

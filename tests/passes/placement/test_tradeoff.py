@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxprec
+from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.placement.solver import cost_of, solve
 from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff, cheapest_within, most_exact_within
 from made_costs import device
@@ -320,6 +321,28 @@ def test_predictions_are_those_of_the_costs(made):
     fast, exact = trade.cut(0.0), trade.cut(EXACT)
     assert 0 < fast.seconds <= exact.seconds and fast.square == exact.square == 0
     assert math.isclose(fast.seconds, (trade._base + cost_of(trade._time, [*fast.full])) * 1e-12)
+
+
+def filled(x: Tensor, w: Tensor) -> Tensor:
+    """Memory that is FP32 for what is written to it."""
+    return (F.linear(x, w) * 2).masked_fill_(x > 0, -3.4e38).relu()
+
+
+@pytest.mark.parametrize("program", [*map(Random, range(8)), filled], ids=str)
+def test_seconds_are_those_of_ops_and_casts(made, program):
+    """Also of ops that are faster in FP32, and of what is FP32 in any case."""
+    inputs = torch.randn(1 if isinstance(program, Random) else 2, 4, 4)
+    for seed in range(3):
+        trade, _ = made(program, *inputs, seed=seed)
+        priced, decided = trade._constraints.priced, trade._constraints.decided
+        for outcome in itertools.islice(all_of(trade), 40):
+            seconds = cost_of(replace(trade._time, unary={}), [*outcome.full]) * 1e-12
+            for node, known in decided.items():
+                if node.op.startswith("call") and (known.rule is not Rule.KEEP or node in priced):
+                    variable = priced[node][2] if node in priced else known.out
+                    full, low = trade.price(node) or (0.0, 0.0)
+                    seconds += full if variable is not None and outcome.full[variable] else low
+            assert outcome.seconds == pytest.approx(seconds, rel=1e-9)
 
 
 def test_what_is_left_of_a_budget_is_used(made):
