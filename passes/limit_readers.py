@@ -25,10 +25,12 @@ What no cast made, but an op that runs low (a silu, a transposed weight), goes t
     %silu_f32_bf16: bfloat16 = cast(%silu_f32, torch.bfloat16)
     %linear_4: bfloat16 = linear(%silu_f32_bf16, %w_4_bf16)
 
-Left alone are values that autocast has low as well, memory that the graph writes to, and readers that take a view of a
-part of it, mostly each of another. Of the copy of a weight only views count (``w.t()`` at each step of a loop):
-autocast, too, casts a leaf itself once for all. Inputs are no leaves here: an earlier layer, or graph, may have made
-them.
+Left alone are values that autocast has low as well, and memory that the graph writes to. Not every reader counts:
+
+- a view of a part (``h[0]``) does not: each mostly takes another part, so that few gradients meet in one element;
+- a product that reads the copy of a weight does not: autocast, too, casts a parameter once for all of them. Views of
+  that copy do (``w.t()`` at each step of a loop). Inputs are no parameters here: an earlier layer, or graph, may have
+  made them.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ from fxprec.passes.ops.aliases import written_memory
 from fxprec.passes.ops.table import facts_at
 from fxprec.passes.placement.sites import UnderAutocast, carries_float, values_under_autocast
 
-#: Of a low copy: queries, keys and values share one. A sum of so many terms is about as exact as each of them.
+#: Readers that may share a low copy, as the products for query, key and value of one norm do. A low sum of four
+#: gradients is about as exact as each of the gradients is.
 READERS: Final = 4
 _WHY: Final = f"at most {READERS} readers share a low copy"
 
@@ -64,16 +67,16 @@ def limit_readers(gm: GraphModule, context: Context) -> PassResult:
         return PassResult(gm, False)
     recorded = grad_mode_at_nodes(gm.graph, context.gradients)
     roots, written = written_memory(gm.graph)
-    found: dict[Node, UnderAutocast] = {}
-    values_under_autocast(gm.graph, {}, found)
+    under_autocast: dict[Node, UnderAutocast] = {}
+    values_under_autocast(gm.graph, {}, under_autocast)
     changed = False
     for node in crowded:
         memory = {roots[each] for each in (node, *(node.all_input_nodes if _is_inserted_cast(node) else ()))}
-        if (
-            recorded[node]
-            and memory.isdisjoint(written)
-            and found[node] in (UnderAutocast.TABLE, UnderAutocast.WIDENED)
-        ):
+        # FP32 under autocast, so that gradients are summed in FP32 there: made of weights alone, or of inputs and ops
+        # that autocast widens. NOTHING has no gradient, and of a value that is LOWERED autocast, too, sums in low.
+        in_fp32 = under_autocast[node] in (UnderAutocast.TABLE, UnderAutocast.WIDENED)
+        # A further copy would miss what is written to the memory later.
+        if recorded[node] and in_fp32 and memory.isdisjoint(written):
             _split(node, sorted(_readers(node)), recorded)
             changed = True
     return PassResult(gm, changed)
@@ -85,7 +88,8 @@ def uses(reader: Node, value: Node) -> int:
 
 
 def _is_crowded(node: Node) -> bool:
-    """Return whether a value that ran low for us has more readers than may share it."""
+    """Return whether a value that was made low here, and not in the original program, has too many readers."""
+    # A first look that costs little: a user takes the value once, but for long lists of it.
     if len(node.users) <= READERS and not any(map(_takes_many, node.users)):
         return False
     if actual_dtype(node) not in LOW_DTYPES or _original(node) in LOW_DTYPES:
@@ -94,13 +98,13 @@ def _is_crowded(node: Node) -> bool:
 
 
 def _takes_many(reader: Node) -> bool:
-    """Return whether a reader takes a list that is long enough to have a value more often than that."""
+    """Return whether a reader takes a list that is long enough to have a value more often than ``READERS``."""
     first = reader.args[0] if reader.args else None
     return isinstance(first, tuple | list) and len(first) > READERS
 
 
 def _original(node: Node) -> object:
-    """Return the dtype that a value had in the original program."""
+    """Return the dtype that a value, or what a cast of ours was made of, had in the original program."""
     return notes(node.args[0] if _is_inserted_cast(node) else node).dtype  # type: ignore[arg-type]
 
 
@@ -114,20 +118,23 @@ def _is_copy_of_weight(node: Node) -> bool:
 
 
 def _readers(node: Node) -> list[Node]:
-    """Return those that give back a gradient of all the value, under autocast to a copy of their own.
-
-    Products that read a weight itself share one under autocast, too.
-    """
-    found = [user for user in node.users if carries_float(notes(user).dtype)]
-    shared = (Rule.LOW,) if _is_copy_of_weight(node) else ()
-    rows = {user: facts_at(user) for user in found}
-    return [user for user, row in rows.items() if row.whole or not (row.view or row.rule in shared)]
+    """Return the readers that count (see the module): autograd adds up a gradient of the whole value from each."""
+    rows = {user: facts_at(user) for user in node.users if carries_float(notes(user).dtype)}
+    shares_under_autocast = (Rule.LOW,) if _is_copy_of_weight(node) else ()
+    # A view counts if it shows all of the value (``whole``: transpose, reshape), all else unless it is such a product.
+    return [user for user, row in rows.items() if row.whole or not (row.view or row.rule in shares_under_autocast)]
 
 
 def _split(node: Node, readers: list[Node], recorded: Mapping[Node, bool]) -> None:
-    """Let the first readers keep the value, and each four further ones have a copy of their own."""
+    """Let the first four readers keep the value, and each four further ones have a copy of their own.
+
+    A reader that takes the value several times (``cat([h, h])``) counts as so many, and may take several copies.
+    """
     function: object = cast_if_float if notes(node).dtype is UNKNOWN else cast
-    source: Node | None = None  # in FP32
+    # What the copies are cast from. Of a cast of ours its FP32 input. Of anything else a cast of it to FP32, made when
+    # it is wanted. So also of the copy of a weight: a program makes one shadow of all casts of a parameter, so that
+    # another cast of it would be the same tensor.
+    source: Node | None = None
     if _is_inserted_cast(node) and not _is_copy_of_weight(node):
         source, function = node.args[0], node.target  # type: ignore[assignment]
     left, copy, last = READERS, node, node

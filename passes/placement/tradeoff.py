@@ -13,9 +13,10 @@ is one place where FP32 becomes low, and that is paid for.
 
 Roundings count as independent, so their squares add up. Two things are simplified. Errors of several low readers of one
 FP32 value are correlated in truth. And a low value that an op which only moves values takes in FP32, and hands to a low
-reader, pays for that reader's rounding though it loses nothing; no best cut does that. What the policy's overrides say stays, and
-so do pins of safety, ops whose cost is unknown, and in float16 the ops that are FULL: an error measured on some data
-says nothing of the range of others.
+reader, pays for that reader's rounding though it loses nothing; no best cut does that.
+
+What the policy's overrides say stays, and so do pins of safety, ops whose cost is unknown, and in float16 the ops that
+are FULL: an error measured on some data says nothing of the range of others.
 """
 
 from __future__ import annotations
