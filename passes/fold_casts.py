@@ -13,11 +13,15 @@ After::
     %a: bfloat16 = linear(%x, %w)
     %d: bfloat16 = relu(%a)
 
-A narrowing cast followed by a widening one stays: it rounds. One that autograd does not record (``grad_mode``) stays
-where its readers are recorded: it ends the gradient. Of two equal casts of one tensor the first serves both.
-The user's own cast stays where someone still reads it, or wants its dtype because it is the original one (an output),
-wherever its value is written to in place, and where it is returned, since a cast makes a copy and folding it would
-make an alias. Who reads what is returned goes on reading it where gradients are recorded: it lies on their path.
+A cast *folds* when its readers read an earlier node that holds the same value: what it was cast from (``%b`` reads a
+low value, ``%c`` casts it back), or an equal cast of the same tensor. These stay:
+
+- a narrowing cast followed by a widening one: it rounds;
+- a cast that autograd does not record (``grad_mode``), for readers that are recorded: it ends the gradient;
+- any cast of memory that the graph writes to;
+- the user's own cast, for a reader that wants its original dtype (``_may_read``);
+- the user's own cast that is returned, for the output: the cast made a copy, and folding it would return an alias. If
+  it is returned while gradients are recorded its other readers keep it, too: it lies on their path of gradients.
 
 Where nobody knows a dtype the cast looks at run time. What is computed in the dtype of what it reads needs no second
 look: it is bfloat16, or no float that a cast is about::
@@ -73,15 +77,17 @@ def _fold(gm: GraphModule, context: Context) -> int:
     nodes = annotated(gm.graph)
     casts = dict.fromkeys(node for node, noted in nodes if noted.op.name == "to" and _is_cast(node))
     gradients = grad_mode_at_nodes(gm.graph, context.gradients)
-    copies = any(map(_is_users_copy, casts))  # else nobody asks who shares memory that nobody writes to
+    # Where nothing is written ``written_memory`` saves its time, and each node is its own root. ``_copies_for_caller``
+    # wants the real roots all the same, if there is a copy of the user's that it will be asked about.
     roots, written = written_memory(gm.graph)
-    roots = alias_roots(gm.graph) if copies and not written else roots
-    made: dict[tuple[object, torch.dtype, bool], Node] = {}
+    if not written and any(map(_is_users_copy, casts)):
+        roots = alias_roots(gm.graph)
+    made: dict[tuple[object, torch.dtype, bool], Node] = {}  # (source, dtype, recorded) -> its first cast
     looked: dict[Node, torch.dtype] = {}
     kept = {node for node in exposed_values(gm.graph) if gradients[node] and _is_users_copy(node)}
     for node, noted in nodes:
         if noted.dtype is UNKNOWN:
-            folded += _looks_again(node, looked)
+            folded += _drop_second_look(node, looked)
         target = _pure_target(node) if node in casts else None
         if target is None or roots[node] in written or node in kept:
             continue
@@ -97,10 +103,11 @@ def _fold(gm: GraphModule, context: Context) -> int:
     return folded
 
 
-def _looks_again(node: Node, looked: dict[Node, torch.dtype]) -> bool:
-    """Remove a cast that looks at run time, if its input has its dtype already, or is nothing that it would cast.
+def _drop_second_look(node: Node, looked: dict[Node, torch.dtype]) -> bool:
+    """Let the readers of a ``cast_if_float`` read its input, if that has the dtype already, or is no float to cast.
 
-    ``looked``: value -> the dtype that it has if it is one of FP32, FP16 and BF16; gets the node's.
+    ``looked``: value of unknown dtype -> the dtype that it has for certain if it is FP32, FP16 or BF16 at all, because
+    a ``cast_if_float`` before it looked. The entry of this node is added. Returns whether the readers changed.
     """
     row = facts_of(notes(node).op.name)
     if node.target is cast_if_float:
@@ -109,7 +116,11 @@ def _looks_again(node: Node, looked: dict[Node, torch.dtype]) -> bool:
             node.replace_all_uses_with(source)  # type: ignore[arg-type]
             return True
         looked[node] = dtype  # type: ignore[assignment]
-    elif row.result in ("first", "tensors") and (not row.special or (row.bits and dtype_argument(node) is None)):
+        return False
+    # An op hands the dtype on if its result has that of its first, or of all its tensors, whatever else it is given
+    # (``special`` looks at that). ``view`` is one where it names no dtype.
+    hands_on = not row.special or (row.bits and dtype_argument(node) is None)
+    if row.result in ("first", "tensors") and hands_on:
         sources = node.args[:1] if row.result == "first" else node.all_input_nodes
         found = {looked.get(source) or _known(source) for source in sources if isinstance(source, Node)}
         if found == {actual_dtype(node)}:
@@ -124,7 +135,8 @@ def _is_cast(node: Node) -> bool:
 def _held_by(node: Node, target: torch.dtype, gradients: dict[Node, bool], kept: Set[Node]) -> Node | None:
     """Return the earlier node that holds the very value of this cast already, its gradient too; None if there is none.
 
-    ``kept``: copies of the user's that are returned: they lie on the gradient's path of who reads them.
+    Walks up the casts that it is made of, as long as each kept all digits, and was recorded if this one is. It does not
+    go past ``kept``: casts of the user's that are returned, and lie on the path of gradients of their readers.
     """
     source = node.args[0]
     assert isinstance(source, Node)
@@ -144,13 +156,15 @@ def _held_by(node: Node, target: torch.dtype, gradients: dict[Node, bool], kept:
 
 
 def _may_read(user: Node, node: Node, source: Node) -> bool:
-    """Return whether a reader may read ``source`` instead: it wants no other original dtype, and is owed no copy."""
+    """Return whether a reader of a cast may read ``source`` instead."""
+    # The caller gets a copy, as in the original program.
     if user.op == "output" and _is_users_copy(node):
         return False
     if notes(node).dtype == notes(source).dtype:
         return True
-    # Of another original dtype the reader would ask for another cast (``wanted_dtypes``), unless it wants the dtype of
-    # its rule, or nothing.
+    # The two have different original dtypes, since the cast is the user's. A reader that wants arguments in their
+    # original dtype would want another one of ``source``; one that wants the dtype of its rule, or takes what comes,
+    # would not.
     precision = notes(user).precision
     wanted = {dtype for (_, read), dtype in wanted_dtypes(user).items() if read is node}
     return not wanted or (wanted == {precision.reads})
@@ -158,8 +172,8 @@ def _may_read(user: Node, node: Node, source: Node) -> bool:
 
 def _copies_for_caller(node: Node, source: Node, roots: dict[Node, Node]) -> bool:
     """Return whether the user's cast gives a copy of what belongs to the caller, who may write to either."""
-    outside = roots[source].op in ("placeholder", "get_attr")
-    return outside and _is_users_copy(node)
+    belongs_to_caller = roots[source].op in ("placeholder", "get_attr")
+    return belongs_to_caller and _is_users_copy(node)
 
 
 def _is_users_copy(node: Node) -> bool:
@@ -168,7 +182,10 @@ def _is_users_copy(node: Node) -> bool:
 
 
 def _pure_target(node: Node) -> torch.dtype | None:
-    """Return the dtype a cast leads to, if changing the dtype is all that it does and it always does it."""
+    """Return the dtype a cast leads to, if changing the dtype is all that it does and it always does it.
+
+    None of a ``cast_if_float``, which looks, and of ``x.to(device, dtype)`` or ``x.to(dtype, copy=True)``.
+    """
     if node.target in CASTS:
         return node.args[1] if node.target is cast else None  # type: ignore[return-value]
     plain = all(isinstance(each, torch.dtype) for each in node.args[1:])
@@ -195,7 +212,7 @@ def _lossless(narrow: torch.dtype | None, wide: torch.dtype | None) -> bool:
 
 
 def _hoist(gm: GraphModule) -> int:
-    """Operands that a called body only ever reads through one cast are cast outside."""
+    """Move casts out of called bodies: an operand that a body reads through one cast alone is cast by the caller."""
     calls = _calls(gm)
     if not calls:
         return 0
@@ -214,13 +231,13 @@ def _hoist(gm: GraphModule) -> int:
 
 
 def _calls(gm: GraphModule) -> list[tuple[Node, GraphModule]]:
-    """Calls of exactly one body that is called exactly once, and was decided as part of this graph."""
+    """Return the calls of bodies that are called once, and whose nodes were decided as part of this graph."""
     calls = []
     for node, body in bodies_in(gm).items():
         if len(node.users) == 1:
             (call,) = node.users
-            precision = notes(call).precision
-            if call.args and call.args[0] is node and precision.rule is Rule.FOLLOW:
+            # A call whose body was decided alone, between original dtypes, is KEEP (``placement.walk``).
+            if call.args and call.args[0] is node and notes(call).precision.rule is Rule.FOLLOW:
                 calls.append((call, body))
     return calls
 
@@ -234,6 +251,6 @@ def _cast_outside(call: Node, position: int, inner: Node, inside: Node) -> None:
     call.update_arg(position, outside)
     inside.replace_all_uses_with(inner)
     inside.graph.erase_node(inside)
-    if not notes(inside).inserted:
+    if not notes(inside).inserted:  # the user's: in the original program, too, the body is now given the cast value
         notes(inner).dtype = dtype
     notes(inner).precision = Precision.arriving(dtype, dtype, Rule.KEEP, "cast by the caller")
