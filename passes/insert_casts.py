@@ -26,20 +26,36 @@ tensor that shares its memory; the next reader then gets a new one. So does the 
 cast by ``cast_saturating``.
 
 What takes its dtype from a low tensor, and needs digits that this has not (``placement.origins``: counts, and
-``placement.pins``), is written as FP32::
+``placement.pins``), is written as FP32 (``keep_digits``)::
 
     %t: float32 = to(%ids, torch.float32)              # was %ids.to(%y.dtype)
 
-Where nobody knows without inputs whether the FP32 operand of a kernel that promotes has dimensions, the result may be
-low after all: who wants it in FP32 gets it by ``cast_if_float``, too::
+A *guess* is the result of a kernel that promotes a low operand with an FP32 one of which nobody knows whether it has
+dimensions. It counts as FP32, but if the FP32 operand turns out to be 0-dim, which does not promote, it is low. So who
+wants it in FP32 gets it by ``cast_if_float``, too (``is_guess``)::
 
     %s: float32 = getitem(%scale, 0)
     %y: float32 = mul(%h, %s)                          # bfloat16, if %s is 0-dim as it is here
     %y_f32: float32 = cast_if_float(%y, torch.float32)
 
-A cast of the user's that made a copy in the original program must not become an alias because its source is low now::
+A cast of the user's gives its very input where that has the dtype already, else a copy. Now that values are low it
+may be the other one of the two than in the original program, which somebody may notice who writes to either of them or
+asks for a gradient. ``keep_users_cast`` has three cases.
+
+``keep_recorded``: it gave its input, and converts now, under ``no_grad``, which would end the gradient of the input. It
+moves to where autograd records::
 
     %y: bfloat16 = linear(%x_bf16, %w_bf16)            # FP32 in the original
+    %z: float32 = cast(%y, torch.float32)              # stood under no_grad, as %y.float()
+
+``keep_shared``: it gave its input, somebody writes to the memory, and it names another dtype than this has now. It
+names the dtype of its input instead::
+
+    %z: bfloat16 = to(%y, dtype=torch.bfloat16)        # was %y.float(), which was %y
+    %a: bfloat16 = add_(%z, 1.0)                       # %y is written to
+
+``keep_apart``: it made a copy, and would give its input now. It copies still::
+
     %z: bfloat16 = to(%y, torch.bfloat16, copy=True)   # was %y.bfloat16()
     %a: bfloat16 = add_(%z, 1.0)                       # %y stays as it is
 """
@@ -96,7 +112,8 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
         if node.op in ("placeholder", "get_attr"):  # reads nothing
             continue
         changed |= inserter.keep_digits(node)
-        # A cast of the user's whose argument was cast here reads another dtype now, and converts in any case.
+        # A cast of the user's whose argument was just cast reads a new tensor: whether it gave its very input is no
+        # question any more.
         changed |= inserter.cast_arguments(node) or inserter.keep_users_cast(node)
         annotations = notes(node)
         row = facts_of(annotations.op.name)
@@ -177,7 +194,7 @@ def original_dtype(info: DTypeInfo | None) -> torch.dtype | None:
 def wanted_dtypes(node: Node) -> dict[tuple[int | str, Node], torch.dtype]:
     """Map (port, source) to the dtype in which a node wants that castable argument, in the order of the arguments.
 
-    Absent: as it comes.
+    An argument that it takes as it comes is absent.
     """
     annotations = notes(node)
     reads = annotations.precision.reads
@@ -192,25 +209,34 @@ def wanted_dtypes(node: Node) -> dict[tuple[int | str, Node], torch.dtype]:
         if original is None or (op.in_place and port == 0):
             continue  # the target of a write is never a copy
         if reads is Arrival.ORIGINAL or (row.ports is not None and port not in row.ports):
+            # Off the ports that carry the rule's dtype (a norm's weight): FP32 if the kernel takes nothing else there.
             wanted[port, source] = torch.float32 if row.fp32_ports else original
         else:
             wanted[port, source] = reads
             data.append((port, source))
     if row.native_promotion and not isinstance(reads, Arrival):
-        still = _not_promoted(data, reads, op)
+        still = _wanted_despite_promotion(data, reads, op)
         for each in data:
             if each not in still:
                 wanted.pop(each, None)
     return wanted
 
 
-def _not_promoted(data: list[tuple[int | str, Node]], reads: torch.dtype, op: Op) -> list[tuple[int | str, Node]]:
-    """Return the arguments that want a cast although the kernel promotes mixed inputs (0-dim ones do not count)."""
+def _wanted_despite_promotion(
+    data: list[tuple[int | str, Node]], reads: torch.dtype, op: Op
+) -> list[tuple[int | str, Node]]:
+    """Return the data that want a cast although the kernel promotes: so many that it computes in the dtype it reads.
+
+    As in torch's promotion, a 0-dim operand counts only where there are none with dimensions.
+    """
+    # An in-place op computes in the promoted dtype, and writes its target's: whatever arrives is right.
     if op.in_place:
-        return []  # computes in the promoted dtype and writes its target's
+        return []
     dimensioned = [(port, source) for port, source in data if not is_zero_dim(source)]
+    # To compute in low, all that promote must be low.
     if reads is not torch.float32:
         return dimensioned or data
+    # To compute in FP32, one of them must be FP32 and pulls the others up: one that is already, or else the first.
     if any(actual_dtype(source) is torch.float32 for _, source in dimensioned):
         return []
     first = (dimensioned or data)[0][1]
@@ -232,11 +258,12 @@ class _CastInserter:
         self.graph = gm.graph
         self.recorded = grad_mode_at_nodes(gm.graph, context.gradients)
         self.roots, self.written_roots = written_memory(gm.graph)
+        # Root of memory -> (value, dtype, function, whether it is recorded) -> the cast, until that memory is written.
         self.made: dict[Node, dict[tuple[Node, torch.dtype, object, bool], Node]] = {}
-        self.last_write: dict[Node, Node] = {}
-        self.transforms: list[Node] = []
-        self.depth: dict[Node, int] = {}
-        self.guessed: set[Node] = set()  # FP32 if an operand has dimensions, of which nobody knows
+        self.last_write: dict[Node, Node] = {}  # root of memory -> the last node so far that writes to it
+        self.transforms: list[Node] = []  # the calls that entered the transforms around the node, the innermost last
+        self.depth: dict[Node, int] = {}  # of a node in transforms: how many
+        self.guessed: set[Node] = set()
 
     def transformed(self, node: Node) -> None:
         """Note which transforms of ``torch.func`` (``grad``, ``vmap``) a node is in: calls enter and leave them."""
@@ -261,6 +288,7 @@ class _CastInserter:
         wanted = wanted_dtypes(node)
         if self.is_guess(node, wanted):
             self.guessed.add(node)
+            # Its memory is written, so that no reader may have a cast of its own: it is FP32 from the start.
             if self.roots[node] in self.written_roots:
                 notes(node).stored_dtype = torch.float32
         # By port, since an op may want one value in two dtypes: as its data and as its weight.
@@ -289,13 +317,20 @@ class _CastInserter:
         function = cast_each if isinstance(info, tuple) else cast_if_float if unknown else cast
         if port in facts_at(reader).masks and wanted is not torch.float32:
             function = cast_saturating
+        return self.shared_cast(function, source, wanted, reader)
+
+    def shared_cast(self, function: object, source: Node, wanted: torch.dtype, reader: Node) -> Node:
+        """Return the cast of a value that there is since its memory was written, or a new one.
+
+        A cast made under ``no_grad`` ends the gradient. So one that autograd records serves all readers, one that it
+        does not record only those that are not recorded either.
+        """
         made = self.made.setdefault(self.roots[source], {})
         recorded, behind = self.recorded[reader], self.last_write.get(self.roots[source], source)
         # A reader under no_grad that only hands the tensor on (output, contiguous) must not end its gradient: its cast
         # stands right behind the value, where autograd records.
         early = not recorded and self.recorded[behind] and (reader.op == "output" or may_give_itself(reader))
         recorded = recorded or early
-        # A cast made under no_grad ends the gradient: a recorded reader shares recorded ones alone.
         with_gradient = (source, wanted, function, True)
         key = with_gradient if with_gradient in made else (source, wanted, function, recorded)
         if key not in made:
@@ -306,35 +341,51 @@ class _CastInserter:
         return made[key]
 
     def is_guess(self, node: Node, wanted: Mapping[tuple[int | str, Node], torch.dtype]) -> bool:
-        """Return whether a kernel is to widen low values to FP32, and each FP32 operand may be 0-dim: it would not."""
+        """Return whether a value counts as FP32, but is low if operands turn out to be 0-dim (see the module).
+
+        ``wanted``: what ``wanted_dtypes`` says of the node.
+        """
         annotations = notes(node)
         reads, op = annotations.precision.reads, annotations.op
-        if reads is Arrival.AS_IT_ARRIVES:  # a part of such a value, or in its dtype
-            guessed = self.guessed and not self.guessed.isdisjoint(node.all_input_nodes)
-            return bool(guessed) and not op.in_place and cast_target(node) is None
-        if reads is not torch.float32 or op.in_place or not facts_of(op.name).native_promotion:
+        # What an in-place op gives has the dtype of the memory that it writes, whatever it reads.
+        if op.in_place:
             return False
+        if reads is Arrival.AS_IT_ARRIVES:  # a part of a guess, or moved to another device
+            guessed = self.guessed and not self.guessed.isdisjoint(node.all_input_nodes)
+            return bool(guessed) and cast_target(node) is None
+        if reads is not torch.float32 or not facts_of(op.name).native_promotion:
+            return False
+        # FP32 operands, those that become FP32 by a cast included, and those that are left low for the kernel to widen.
         wide: list[Node] = []
         low: list[Node] = []
         for port, source in arg_nodes(node):
             if original_dtype(notes(source).dtype) is not None:
                 is_wide = actual_dtype(source) is torch.float32 and source not in self.guessed
                 (wide if is_wide or (port, source) in wanted else low).append(source)
+        # Low ones that are 0-dim make nothing low; one FP32 operand that is known to have dimensions makes it FP32.
         return not all(map(is_zero_dim, low)) and not any(notes(source).has_dimensions for source in wide)
 
     def written(self, node: Node) -> None:
+        """Begin a new mutation epoch for the memory that a node writes to: casts of it are good no longer."""
         for target in written_by(node) if self.written_roots else ():
             self.made.pop(self.roots[target], None)
             self.last_write[self.roots[target]] = node
 
     def keep_digits(self, node: Node) -> bool:
-        """Write FP32 where a value that needs its digits takes its dtype from a tensor that is low now."""
+        """Write FP32 where a value that needs its digits takes its dtype from a tensor that is low now.
+
+        ``decide`` has marked such calls (``names_fp32``). There are three spellings::
+
+            to(%ids, %y.dtype)             ->  to(%ids, torch.float32)
+            to(%ids, torch.bfloat16)       ->  to(%ids, torch.float32)             # as dynamo wrote ``y.dtype``
+            type_as(%ids, %y)              ->  to(%ids, %y.device, torch.float32)
+        """
         annotations = notes(node)
         if not annotations.names_fp32:
             return False
         reference = dtype_reference(node)
         dtypes: list[object] = [each for each in node.all_input_nodes if each.args == (reference, "dtype")]
-        if annotations.names_tensors_dtype:  # dynamo baked the dtype, or its name
+        if annotations.names_tensors_dtype:  # as a constant, or as the name of a type: type("torch.BFloat16Tensor")
             low = dtype_argument(node)
             dtypes = [low, *filter(None, [_TENSORS.get(low)])]
         if dtypes:
@@ -354,20 +405,22 @@ class _CastInserter:
         return True
 
     def keep_users_cast(self, node: Node) -> bool:
-        """Let a cast that the user wrote go on sharing memory, or a gradient, with what it casts, or not, as it did."""
+        """Let a cast of the user's go on giving its very input, or a copy, as in the original program."""
         source = node.args[0] if node.args else None
         if notes(node).op.name != "to" or not isinstance(source, Node):
             return False
         return self.keep_recorded(node, source) or self.keep_shared(node, source) or self.keep_apart(node, source)
 
     def keep_recorded(self, node: Node, source: Node) -> bool:
-        """Keep the gradient of a user's cast that did nothing in the original program, and converts now."""
+        """Keep the gradient of a user's cast that gave its input in the original program, and converts now."""
+        # Memory that is written has one dtype: a cast that gave its input does so still (``keep_shared``).
         if self.roots[node] in self.written_roots:
             return False
-        if self.recorded[node] or not self.recorded[source] or len(node.args) > 2 or node.kwargs.keys() - {"dtype"}:
-            return False
+        ends_gradient = self.recorded[source] and not self.recorded[node]
+        only_casts = len(node.args) <= 2 and not node.kwargs.keys() - {"dtype"}
+        gave_its_input = notes(node).dtype == notes(source).dtype
         dtype = actual_dtype(node)
-        if dtype in (None, actual_dtype(source)) or notes(node).dtype != notes(source).dtype:
+        if not (ends_gradient and only_casts and gave_its_input) or dtype in (None, actual_dtype(source)):
             return False
         with self.graph.inserting_after(source):
             new = new_node(self.graph, "call_function", cast, (source, dtype), {}, node.name)
@@ -380,10 +433,15 @@ class _CastInserter:
     def keep_shared(self, node: Node, source: Node) -> bool:
         """Let a user's cast of written memory that gave its very input in the original program give it still."""
         dtype, reference = actual_dtype(source), dtype_reference(node)
-        named = actual_dtype(reference) if reference is not None else cast_target(node)
-        if self.roots[node] not in self.written_roots or notes(node).dtype != notes(source).dtype:
+        gave_its_input = notes(node).dtype == notes(source).dtype
+        if self.roots[node] not in self.written_roots or not gave_its_input:
             return False
-        if actual_dtype(node) is not dtype or dtype is None or named in (None, dtype):
+        # ``decide`` had both in one dtype, if they are floats that it decides.
+        if actual_dtype(node) is not dtype or dtype is None:
+            return False
+        # The call would convert only if it names another dtype: not if it names this one, or none but a device.
+        named = actual_dtype(reference) if reference is not None else cast_target(node)
+        if named in (None, dtype):
             return False
         given = {name: each for name, each in node.kwargs.items() if name in ("device", "copy", "memory_format")}
         for each in node.args[1:]:
@@ -401,9 +459,12 @@ class _CastInserter:
         if not ends_gradient and self.roots[node] not in self.written_roots:
             return False
         before, after = (torch.float32 if (info := notes(each).dtype) is UNKNOWN else info for each in (source, node))
+        # The dtype that the call names, or that of the tensor that it names (``type_as(h)``); None: only a device.
         dtype = cast_target(node) or (actual_dtype(node) if node.all_input_nodes != [source] else None)
-        if dtype is None or actual_dtype(source) != dtype or before == after:
+        copied, gives_its_input = before != after, actual_dtype(source) == dtype
+        if dtype is None or not (copied and gives_its_input):
             return False
+        # Only ``to`` takes ``copy=True``: the other spellings of a cast (``bfloat16()``, ``type(...)``) become one.
         if node.target == "type_as":
             node.target = "to"
         elif cast_target(node) is not None and (node.op != "call_method" or node.target != "to"):
