@@ -20,25 +20,38 @@ After::
     %linear_1_f32: float32 = cast(%linear_1, torch.float32)
     return (%linear_1_f32, %linear_f32)
 
-A tensor that gets a hook of the user's (``register_hook``) counts as returned: the hook is on what all readers read.
-So does the user's own cast of a low value, ``h.type_as(x)``, which gives ``h`` in the original; where nobody knows that
-without inputs, ``read_back`` looks at run time. The way there and back loses nothing. It is taken only where gradients
-are recorded, and only by a value that is returned and read as well. Of memory that is written in place only those count
-that read it after the last write. A checkpoint's body that returns such a value gives it in the wider dtype itself,
-since its readers are in there.
+The way there and back loses nothing. It is taken only where gradients are recorded, and only for a value that is
+returned and read as well. The code calls the nodes by their roles:
 
-At O3 a result of low weights, which the model would widen behind the graph (``cast_for_caller``), is widened in it.
+============  ==========================================================================================================
+``source``    the low value: ``%linear``
+``returned``  its cast to FP32, which is handed out: ``%linear_f32``
+``back``      the cast of that to low, which the others read: ``%linear_f32_bf16``
+``after``     the node behind which ``returned`` is made: ``source`` or, of memory that is written in place, the last
+              write. Only those that read the value behind it are readers: earlier ones see other numbers
+============  ==========================================================================================================
 
-``h.contiguous()`` is ``h`` itself where that is contiguous already (``OpRule.itself``). Such an op is computed in the
-wider dtype, so that it gives itself back here where it does in the original::
+These count as returned, too:
+
+- a tensor that gets a hook of the user's (``register_hook``): the hook is on what all readers read;
+- the user's own cast of a low value, ``h.type_as(x)``, which gives ``h`` in the original (``_users_cast_and_low``).
+  Where nobody knows without inputs that it does, ``read_back`` looks at run time;
+- what a checkpoint returns: if the body reads it, too, the body gives it in FP32 (``_widen_results_of_bodies``);
+- at O3, a result of low weights, which the model would widen behind the graph: it is widened in it
+  (``_widen_for_caller``).
+
+Several nodes may stand for one tensor, and readers of any of them count as readers of the value:
+
+- an *identity chain* is a value and what it may be the very tensor of, through ops that give their argument back
+  (``_identity_chain``): ``h.contiguous()`` is ``h`` itself where that is contiguous already (``OpRule.itself``);
+- the *in-place versions* of a value are the results of the in-place ops that write it (``_in_place_versions``).
+
+An op of an identity chain is computed in FP32, so that it gives its argument back here where it does in the original
+(``_move_cast_above``)::
 
     %linear: bfloat16 = linear(%x_bf16, %w_bf16)            %linear: bfloat16 = linear(%x_bf16, %w_bf16)
     %contiguous: bfloat16 = contiguous(%linear)        ->   %linear_f32: float32 = cast(%linear, torch.float32)
     %contiguous_f32 = cast(%contiguous, torch.float32)      %contiguous: float32 = contiguous(%linear_f32)
-
-Several nodes may stand for one tensor. An *identity chain* is a value and what it may be the very tensor of, through
-ops that give their argument back (``_identity_chain``); the *in-place versions* of a value are the results of the
-in-place ops that write it (``_in_place_versions``). Readers of any of them count as readers of the value.
 """
 
 from __future__ import annotations
@@ -70,7 +83,8 @@ def keep_returned(gm: GraphModule, context: Context) -> PassResult:
 def _widen_for_caller(graph: Graph, low: torch.dtype) -> bool:
     """Widen what is returned low because its weights are, and is read as well; return whether there was any.
 
-    Where an input is low, too, all of it is as in the original.
+    Where an input is low, results are low in the original program, too. Of inputs of unknown dtype ``cast_for_caller``
+    finds that out at each call, so it is given all of them.
     """
     inputs = graph.find_nodes(op="placeholder")
     if any(notes(each).dtype is low for each in inputs):
@@ -78,7 +92,7 @@ def _widen_for_caller(graph: Graph, low: torch.dtype) -> bool:
     low_ones = [node for node in exposed_values(graph) if actual_dtype(node) is notes(node).dtype is low]
     chains = [_identity_chain(node) for node in low_ones if _has_readers_beside(node) and _handed_out_by(node)]
     for same in (each for chain in chains for each in chain):
-        notes(same).dtype = torch.float32  # as the model gives it
+        notes(same).dtype = torch.float32  # which it was before O3 lowered the weights, and is for the caller
     for node, *_ in chains:
         with graph.inserting_before(min(_handed_out_by(node))):
             wide = new_cast(cast_for_caller, node, torch.float32, "returned by a model whose weights became low")
@@ -102,8 +116,8 @@ def _keep_in_each_graph(gm: GraphModule, context: Context) -> PassResult:
 
 def _is_read_as_well(returned: Node) -> bool:
     """Return whether this is a cast of a low value that has other readers, or may have some in a checkpoint's body."""
-    if (named := _users_wide_cast(returned)) is not None:
-        return any(len(same.users) > 1 for same in _in_place_versions(named[1]))
+    if (found := _users_cast_and_low(returned)) is not None:
+        return any(len(same.users) > 1 for same in _in_place_versions(found[1]))
     source = widened(_identity_source(returned))
     return source is not None and _has_readers_beside(source)
 
@@ -116,10 +130,10 @@ def _has_readers_beside(returned: Node) -> bool:
 
 
 def _keep(gm: GraphModule, context: Context) -> bool:
-    """Do so in one graph, after its bodies' results have their casts within; return whether something changed."""
+    """Rewrite one graph, casts of what its checkpoints return first; return whether it changed."""
     recorded = grad_mode_at_nodes(gm.graph, context.gradients)
     changed = _widen_results_of_bodies(gm, recorded)
-    # In this order: what a cast was moved above is read through it then.
+    # Casts go up first: an op above which one was moved (contiguous) is one of the readers that are routed then.
     returned, moved = _move_casts_up(gm.graph, recorded)
     routed = _route_readers(gm.graph, returned, recorded)
     return changed or moved or routed
@@ -128,7 +142,7 @@ def _keep(gm: GraphModule, context: Context) -> bool:
 def _move_casts_up(graph: Graph, recorded: Mapping[Node, bool]) -> tuple[list[Node], bool]:
     """Cast returned values above the ops that may give their very argument back (``contiguous``).
 
-    Returns what is handed out then, the first of nodes that may be one tensor, and whether something was moved.
+    Returns what is handed out then, of each identity chain the first node, and whether something was moved.
     """
     roots = alias_roots(graph)
     written = written_roots(graph, roots)
@@ -136,7 +150,7 @@ def _move_casts_up(graph: Graph, recorded: Mapping[Node, bool]) -> tuple[list[No
     for returned in map(_identity_source, exposed_values(graph)):
         source = widened(returned)
         if source is not None and recorded.get(source) and roots[source] not in written:
-            returned, moved = _compute_wide(returned, source)
+            returned, moved = _move_cast_above(returned)
             changed |= moved
         found.append(_identity_source(returned))
     return found, changed
@@ -144,40 +158,33 @@ def _move_casts_up(graph: Graph, recorded: Mapping[Node, bool]) -> tuple[list[No
 
 def _route_readers(graph: Graph, handed_out: list[Node], recorded: Mapping[Node, bool]) -> bool:
     """Let those that read a low value behind its last write read it through its returned cast."""
+    seen: set[Node] = set()
     changed = False
     roots = alias_roots(graph)
     position = {node: number for number, node in enumerate(graph.nodes)}
-    # Readers before the last write saw other numbers than what is returned.
-    last: dict[Node, Node] = {}  # root of memory -> the last node that writes to it
+    last_write: dict[Node, Node] = {}  # root of memory -> the last node that writes to it
     for node in graph.nodes:
-        last.update((roots[target], node) for target in written_by(node))
+        last_write.update((roots[target], node) for target in written_by(node))
     # Casts of the user's last: where such a cast and ours are both returned, the user's becomes a reader of ours.
-    for returned in sorted(handed_out, key=lambda each: _users_wide_cast(each) is not None):
+    for returned in sorted(handed_out, key=lambda each: _users_cast_and_low(each) is not None):
         source = widened(returned)
-        if (named := _users_wide_cast(returned)) is not None:
-            returned, source = named
-        if source is None or source.op == "placeholder" or not recorded.get(_in_place_versions(source)[0]):
+        if (found := _users_cast_and_low(returned)) is not None:
+            returned, source = found
+        # One tensor may be handed out as several nodes: ``y = h.type_as(x)``, and ``y.contiguous()``.
+        if source is None or source.op == "placeholder" or returned in seen:
             continue
-        after = max(last.get(roots[source], source), source)
+        seen.add(returned)
+        # Nor is a cast back that was made here a source of another one: it is not in ``recorded``.
+        if not recorded.get(_in_place_versions(source)[0]):
+            continue
+        after = max(last_write.get(roots[source], source), source)
         while after.op != "output" and not recorded.get(after, True):  # a cast under no_grad would end the gradient
             after = after.next
-        readers = [
-            (user, same)
-            for same in _in_place_versions(source)
-            for user in same.users
-            if user is not returned
-            and user.op != "output"
-            and position[user] > position[after]
-            and user.target is not read_back
-        ]
-        # The returned cast moves right behind the value's last write. If it names another tensor (``h.to(x.dtype)``),
-        # the node of ``x.dtype`` moves up with it; if ``x`` itself is computed later, nothing is rewritten.
-        others = [node for node in returned.all_input_nodes if position[node] > position[after]]
-        asked = [node.all_input_nodes[0] if notes(node).op.name == "getattr" else node for node in others]
-        if any(position[node] > position[after] for node in asked):
-            continue
-        if readers and all(position.get(user, 0) > position[after] for user in returned.users):
-            for node in others:
+        readers = _readers_behind(after, source, returned, position)
+        moved = _moved_along(returned, after, position)
+        # ``returned`` moves behind ``after``, so that none of its readers may stand before.
+        if readers and moved is not None and all(position[user] > position[after] for user in returned.users):
+            for node in moved:
                 after.append(node)
                 after = node
             _read_through(graph, after, returned, readers)
@@ -185,13 +192,39 @@ def _route_readers(graph: Graph, handed_out: list[Node], recorded: Mapping[Node,
     return changed
 
 
-def _users_wide_cast(returned: Node) -> tuple[Node, Node] | None:
-    """Return the user's cast that is handed out, ``h.type_as(x)`` to FP32, and its low ``h``; None: it is none.
+def _readers_behind(after: Node, source: Node, returned: Node, position: Mapping[Node, int]) -> list[tuple[Node, Node]]:
+    """Return the readers of a value behind a node, each with the in-place version that it reads."""
+    return [
+        (user, same)
+        for same in _in_place_versions(source)
+        for user in same.users
+        if user is not returned
+        and user.op != "output"
+        and position[user] > position[after]
+        and user.target is not read_back
+    ]
 
-    In the original it gives ``h`` itself where both are FP32, which without inputs nobody knows.
+
+def _moved_along(returned: Node, after: Node, position: Mapping[Node, int]) -> list[Node] | None:
+    """Return the nodes that move up with a returned cast because it reads them; None where one cannot.
+
+    If the cast names another tensor (``h.to(x.dtype)``), that is the node of ``x.dtype``. It can if ``x`` itself is
+    computed before.
+    """
+    others = [node for node in returned.all_input_nodes if position[node] > position[after]]
+    asked = [node.all_input_nodes[0] if notes(node).op.name == "getattr" else node for node in others]
+    return None if any(position[node] > position[after] for node in asked) else others
+
+
+def _users_cast_and_low(returned: Node) -> tuple[Node, Node] | None:
+    """Return the user's cast of a low value to FP32 that is handed out, and that value; None where it is no such cast.
+
+    ``h.type_as(x)`` is one. In the original it gives ``h`` itself where both are FP32, which nobody knows without
+    inputs.
     """
     node = _identity_source(returned)
     source = node.args[0] if node.args else None
+    # Go past casts of ours behind it, which look at run time whether it is FP32 as its annotation says.
     while node.target is cast_if_float and notes(node).inserted and isinstance(source, Node):
         if actual_dtype(source) is not torch.float32:
             break
@@ -227,20 +260,26 @@ def _identity_source(node: Node) -> Node:
     return _identity_chain(node)[-1]
 
 
-def _compute_wide(returned: Node, source: Node) -> tuple[Node, bool]:
+def _move_cast_above(returned: Node) -> tuple[Node, bool]:
     """Move the cast of a returned value above the ops that may give their very argument back.
+
+    ::
+
+        %linear: bfloat16       made               %linear: bfloat16
+        %view: bfloat16         above[1]           %linear_f32: float32          wide
+        %contiguous: bfloat16   above[0]           %view: float32
+        %contiguous_f32         returned           %contiguous: float32
 
     Returns the cast, and whether it was moved.
     """
-    graph, above = returned.graph, []
-    while (inner := _argument_given_back(source)) is not None:
-        above.append(source)
-        source = inner
-    is_read = any(len(each.users) > 1 for each in (*above, source)) or _is_narrowed(source)
-    if not above or not is_read or source.op == "placeholder":
+    graph = returned.graph
+    *above, made = _identity_chain(returned.args[0])  # type: ignore[arg-type]
+    is_read = any(len(each.users) > 1 for each in (*above, made)) or _is_narrowed(made)
+    if not above or not is_read or made.op == "placeholder":
         return returned, False
-    wide = _cast_beside(source, returned)
-    above[-1].replace_input_with(source, wide)
+    wide = _cast_beside(made, returned)
+    above[-1].replace_input_with(made, wide)
+    # Other readers of these ops read a cast back.
     for node in above:
         others = [user for user in node.users if user is not returned and user not in above]
         low = _cast_back(node, node) if others else node
@@ -366,9 +405,10 @@ def _in_place_versions(node: Node) -> list[Node]:
 
 
 def widened(node: Node) -> Node | None:
-    """Return the low value that a node widens and the original program had as it was; None: it does something else.
+    """Return the low value that a node casts to FP32, if the original program has both in one dtype; else None.
 
-    A guess counts: what is FP32 unless an operand turns out to be 0-dim (``insert_casts``), and is cast in case.
+    The ``cast_if_float`` of a guess counts, too: the value is FP32 unless an operand turns out to be 0-dim
+    (``insert_casts``).
     """
     source = node.args[0] if node.args else None
     if notes(node).op.name != "to" or not isinstance(source, Node) or notes(node).dtype != notes(source).dtype:
@@ -379,20 +419,20 @@ def widened(node: Node) -> Node | None:
 
 
 def _read_through(graph: Graph, after: Node, returned: Node, readers: list[tuple[Node, Node]]) -> None:
-    """Make the returned cast right after that node, and let the readers (with what each reads now) cast that."""
+    """Move the returned cast behind ``after``, and let the readers (with what each reads now) read a cast back."""
     source = returned.args[0]
     assert isinstance(source, Node)
     after.append(returned)
     back = _cast_back(returned, source)
     # Only where what is returned is FP32 for certain may a cast of the user's read it in place of the low value.
     known = notes(returned).dtype is torch.float32 and returned.target is not cast_for_caller
-    # Those that cast what is returned to low anyway, for readers of theirs: the new cast serves these as well.
+    # Casts of what is returned to low that there are already: the new one takes their place.
     again = [(user, returned) for user in returned.users if user is not back and user.target is back.target]
     for reader, read in (*readers, *again):
         if reader.target in CASTS and notes(reader).inserted and reader.args[1] == back.args[1]:
             reader.replace_all_uses_with(back)  # it looked whether the value is low, or was made for what is returned
             graph.erase_node(reader)
-        elif known and (named := _users_wide_cast(reader)) and named[1] is read:
+        elif known and (found := _users_cast_and_low(reader)) and found[1] is read:
             reader.replace_input_with(read, returned)  # the user's cast, which gives back what it is given
         elif read is not returned:
             reader.replace_input_with(read, back)
@@ -408,11 +448,12 @@ def _cast_back(returned: Node, low: Node) -> Node:
         return returned
     assert dtype is not None
     with graph.inserting_after(returned):
-        named = returned.target not in CASTS and UNKNOWN in (notes(returned).dtype, notes(low).dtype)
-        function = read_back if named else cast_if_float if unknown else cast
+        # A cast of the user's may give ``low`` itself: ``read_back`` looks, and takes both.
+        looks = returned.target not in CASTS and UNKNOWN in (notes(returned).dtype, notes(low).dtype)
+        function = read_back if looks else cast_if_float if unknown else cast
         why = f"cast inserted to have {returned.name}, which is returned, on the gradient's path"
         back = new_cast(function, returned, dtype, why)
-    back.args = (returned, low) if named else back.args
+    back.args = (returned, low) if looks else back.args
     back.meta.update(dtype=UNKNOWN if unknown else dtype, returns=True)
     if "val" in low.meta:
         back.meta["val"] = low.meta["val"]

@@ -71,6 +71,22 @@ class TwoLayers(nn.Module):
         return self.b(h), h
 
 
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_a_cast_of_the_users_may_be_handed_out_twice(capture):
+    class Twice(TwoLayers):
+        def forward(self, x):
+            h = self.a(x)
+            cast = h.type_as(x)
+            return self.b(h), cast, cast.contiguous()
+
+    torch._dynamo.reset()
+    model = fxprec.convert(Twice(), dtype=torch.bfloat16, capture=capture).module
+    out, h, same = model(X)
+    assert h is same and out.dtype is h.dtype is torch.float32
+    (gradient,) = torch.autograd.grad(out.sum(), h)
+    torch.testing.assert_close(gradient, model.b.weight.sum(0).expand(2, 4), rtol=0.02, atol=0.02)
+
+
 def test_low_weights_of_o3_do_not_tell_that_a_result_is_fp32():
     """In a graph without inputs; a call with low ones gives low results, as the original with such weights."""
     model = fxprec.convert(TwoLayers(), dtype=torch.bfloat16, level="O3").module
