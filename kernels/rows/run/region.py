@@ -3,7 +3,7 @@
 Its graph stays as it was before fusion, and can be printed and run. For the inputs of a call a plan is looked up by
 their shapes, strides and dtypes, or made: Triton kernels, or on a CPU compiled loops. If row programs do not support
 them (float64, a layout), loops do not pay, or a compiler must see the ops, the graph itself runs, op by op. ``path``
-and ``reason`` tell.
+and ``reason`` tell which of these the last call did, and why.
 """
 
 from __future__ import annotations
@@ -67,19 +67,31 @@ class FusedRegion(RegionModule):
         self._reads = len(graph_module.graph.find_nodes(op="placeholder"))
         self.single = len(graph_module.graph.output_node().args[0]) == 1  # type: ignore[arg-type]
         self._plans: dict[Any, RegionPlan | str] = {}
+        # Reason by ``_size`` of the input number ``_sized_by``, for sizes at which the ops are faster than a loop.
         self._slower_sizes: dict[Any, str] = {}
-        self._largest = 0
+        self._sized_by = 0
 
     def forward(self, *inputs: Any) -> Any:
-        """Run the region on the inputs of its graph, followed by the seeds if it has dropouts."""
+        """Run the region on the inputs of its graph, followed by the seeds if it has dropouts.
+
+        The first that holds decides::
+
+            a size at which the ops are known to be faster      the ops, without any other question
+            a trace by torch.fx (inputs are proxies)            one call_module node
+            ``fuse="aten"``, or somebody must see the ops       the ops
+            no plan for such inputs, by the plan's reason       the ops
+            an input wants a gradient                           the forward kernel, within an autograd function
+            otherwise                                           the forward kernel
+        """
         # Asked before anything else: for small tensors the rest of the lookup takes longer than the ops.
         if self._slower_sizes and not torch.compiler.is_compiling():
-            found = self._slower_sizes.get(_size(inputs, self._largest))
+            found = self._slower_sizes.get(_size(inputs, self._sized_by))
             if found is not None:
                 if self.reason is not found:
                     self.path, self.reason = "aten", found
-                return self._exact(*inputs)
-        if isinstance(inputs[0], Proxy):  # a trace by torch.fx: the ops would not round as the kernel does
+                return self._run_ops_directly(*inputs)
+        # A node for the whole region, as it is in the traced graph: ops of it would not round as the kernel does.
+        if isinstance(inputs[0], Proxy):
             tracer: Any = inputs[0].tracer
             return tracer.create_proxy("call_module", tracer.path_of_module(self), inputs, {})
         seeds = None
@@ -89,7 +101,7 @@ class FusedRegion(RegionModule):
         why_ops = "fuse='aten'" if self.kernels == "aten" else _why_ops(inputs)
         if why_ops:
             self.path, self.reason = "aten", why_ops
-            return self._results(inputs)
+            return self._run_ops(inputs)
         recording = torch.is_grad_enabled()
         key = _key(inputs, recording)
         plan = self._plans.get(key)
@@ -99,7 +111,7 @@ class FusedRegion(RegionModule):
         if self.path != path or self.reason != reason:  # a module's attributes take a microsecond each
             self.path, self.reason = path, reason
         if isinstance(plan, str):
-            return self._results(inputs)
+            return self._run_ops(inputs)
         if seeds is not None and seeds.device != plan.device:  # drawn where the graph begins, on another device
             seeds = seeds.to(plan.device)
         if plan.derived.backward is not None:
@@ -110,7 +122,7 @@ class FusedRegion(RegionModule):
 
     def as_ops(self, *inputs: Any) -> Any:
         """Run the region op by op, for a trace that is to fuse anew. Dropouts draw their own random numbers."""
-        return self._results(inputs[: self._reads])
+        return self._run_ops(inputs[: self._reads])
 
     def note_path(self, *inputs: Tensor) -> None:
         """Set ``path`` and ``reason`` before the function that ``run_for`` returned for inputs like these runs."""
@@ -126,17 +138,21 @@ class FusedRegion(RegionModule):
         plan = self._plans.get(_key(inputs, torch.is_grad_enabled()))
         if plan is None or self.draws or self.kernels != "loops" or _why_ops(inputs):
             return None
-        return self._exact if isinstance(plan, str) else plan.run_for(self.single)
+        return self._run_ops_directly if isinstance(plan, str) else plan.run_for(self.single)
 
-    def _exact(self, *inputs: Any) -> Any:
-        """Run op by op; past an exact graph module's wrapper, which asks whether a tracer is active."""
-        forward: Any = type(self.graph_module).forward
-        results = getattr(forward, "__wrapped__", forward)(self.graph_module, *inputs)
+    def _run_ops(self, inputs: Sequence[Any]) -> Any:
+        """Run op by op, by the graph module's forward, which shows every op to tracers."""
+        results = self.graph_module.forward(*inputs)
         return results[0] if self.single else results
 
-    def _results(self, inputs: Sequence[Any]) -> Any:
-        """Run op by op, in a way that every tracer sees."""
-        results = self.graph_module.forward(*inputs)
+    def _run_ops_directly(self, *inputs: Any) -> Any:
+        """Run op by op, by the function that torch.fx generated from the graph.
+
+        In a converted model the graph module's forward is a wrapper of that function, which looks for a tracer at each
+        call. No proxy comes here, and other tracers see the ops that torch dispatches anyway.
+        """
+        forward: Any = type(self.graph_module).forward
+        results = getattr(forward, "__wrapped__", forward)(self.graph_module, *inputs)
         return results[0] if self.single else results
 
     def _plan(self, key: Any, inputs: Sequence[Any], recording: bool) -> RegionPlan | str:
@@ -158,13 +174,20 @@ class FusedRegion(RegionModule):
     def _remember(self, inputs: Sequence[Tensor], reason: str) -> None:
         """Note that the ops are faster for inputs of this size, so that the next call asks nothing else.
 
-        For small sizes the lookup of a plan costs as much as a loop gains. The ops are right under any tracer and for
-        any strides, so the size alone may decide.
+        For small sizes the lookup of a plan costs as much as a loop gains. Results of the ops are right for any strides
+        and dtypes, so the size alone may decide. It is that of the largest input, to which the others are broadcast: a
+        call in which this input is as large as before, and another one larger, runs op by op as well.
         """
-        self._largest = max(range(len(inputs)), key=lambda number: inputs[number].numel())
+        number = max(range(len(inputs)), key=lambda number: inputs[number].numel())
+        size = _size(inputs, number)
+        if size is None:  # of a fake tensor: proxies, too, have no size, and would find the reason under None
+            return
+        # Sizes of another input say nothing of this one.
+        if number != self._sized_by:
+            self._slower_sizes, self._sized_by = {}, number
         while len(self._slower_sizes) >= _MOST_PLANS:
             del self._slower_sizes[next(iter(self._slower_sizes))]
-        self._slower_sizes[_size(inputs, self._largest)] = reason
+        self._slower_sizes[size] = reason
 
     def _make(self, inputs: Sequence[Any], recording: bool) -> RegionPlan:
         """Make a plan; raise ``Declined`` where no kernel runs for these inputs, or the ops take less time."""
@@ -213,6 +236,7 @@ class FusedRegion(RegionModule):
         return "\n\n".join(launch.source for launch in launches)
 
     def __getstate__(self) -> dict[str, Any]:
+        # Plans hold launches of this process.
         return {**self.__dict__, "_plans": {}, "_slower_sizes": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedRegion:
@@ -228,9 +252,12 @@ def _key(inputs: Sequence[Tensor], recording: bool) -> Any:
     return (recording, *[(x.shape, x.stride(), x.dtype, x.requires_grad, x.device) for x in inputs])
 
 
-def _size(inputs: Sequence[Any], largest: int) -> Any:
-    """Return the shape and whether a backward follows, which decide if a loop pays; None for tensor subclasses."""
-    x = inputs[largest]
+def _size(inputs: Sequence[Any], number: int) -> Any:
+    """Return the shape of one input, and whether a backward follows: these two decide whether a loop pays.
+
+    None for tensor subclasses, fake tensors among them, and for proxies.
+    """
+    x = inputs[number]
     if type(x) not in _PLAIN:
         return None
     return x.shape, torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
@@ -251,13 +278,17 @@ def _check_device(device: torch.device, loops: bool) -> None:
 
 
 def _why_ops(inputs: Sequence[Any]) -> str:
-    """Return who must see the ops one by one, or "". Fake tensors and other dispatch modes see the kernels as ops."""
+    """Return who must see the region's ops one by one, or "".
+
+    Fake tensors and dispatch modes are not among them: they see each launch of a kernel as one op of torch's.
+    """
     seen_by = watcher(COMPILER, TRANSFORM, DUAL, SCRIPT, PROXY)
     if seen_by is not None:
         return f"{seen_by.name} sees the ops"
     for x in inputs:
         if type(x) not in _PLAIN and not isinstance(x, FakeTensor):
             return f"a {type(x).__name__} dispatches the ops itself"
+        # A kernel would read such memory without the sign. Conjugates are complex, which no plan supports.
         if x.is_neg():
             return "memory that is read negated, as of the imaginary part of a conjugate"
     return ""
@@ -278,7 +309,7 @@ class _Run(torch.autograd.Function):
         return tuple(made[: len(plan.outputs)])
 
     @staticmethod
-    @one_by_one
+    @one_by_one  # a batch of gradients (``is_grads_batched``) has no memory that a kernel could read
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         plan, seeds, seed = ctx.run
         if torch.is_grad_enabled():

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import region_tools as tools
@@ -174,8 +175,8 @@ def test_what_is_too_dear_is_remembered_for_its_size_and_for_nothing_else(monkey
     assert ways(small, row)[0] == "aten"
     assert ways(wide, row)[0] == "loops" and region.reason == ""
     asked: list[Any] = []
-    looked = region_module._watcher
-    monkeypatch.setattr(region_module, "_watcher", lambda inputs: asked.append(inputs) or looked(inputs))
+    looked = region_module._why_ops
+    monkeypatch.setattr(region_module, "_why_ops", lambda inputs: asked.append(inputs) or looked(inputs))
     assert ways(small, row)[0] == "aten" and region.reason.startswith("op by op takes") and not asked
     assert ways(wide, row)[0] == "loops" and len(asked) == 1
     assert ways(leaf(small), row)[0] == "aten" and len(asked) == 2  # it is trained: another question
@@ -205,6 +206,29 @@ def test_whoever_looks_into_what_is_too_dear_sees_its_ops() -> None:
     assert "exp" in made.code and "region_forward" not in made.code
     scripted = torch.jit.trace(_Around(region), (x, y))
     close(scripted(y, x), function(y, x))
+
+
+def test_what_is_too_dear_for_fake_tensors_is_not_so_for_proxies() -> None:
+    region = tools.region_of(lambda x, y: ((x + y) * y - x).exp() * y, kernels="loops", prices=prices(1e9))
+    with FakeTensorMode():
+        region(torch.randn(4, 16), torch.randn(4, 16))
+    assert region.reason.startswith("op by op takes")
+    traced = torch.fx.symbolic_trace(_Around(region))
+    assert [node.op for node in traced.graph.nodes] == ["placeholder", "placeholder", "call_module", "output"]
+
+
+def test_sizes_of_one_input_are_not_taken_for_those_of_another() -> None:
+    region = tools.region_of(lambda x, y: (x + y) * y - x, kernels="loops", prices=prices(1e5))
+
+    def remembered(x: tuple[int, ...], y: tuple[int, ...]) -> set[Any]:
+        region(torch.randn(x), torch.randn(y))
+        assert region.path == "aten"
+        return {tuple(shape) for shape, _ in region._slower_sizes}
+
+    assert remembered((4, 16), (1, 16)) == {(4, 16)}
+    assert remembered((2, 16), (1, 16)) == {(4, 16), (2, 16)}
+    # Had it kept these, a call with x (400, 4, 16) and y (4, 16) would be taken for a small one.
+    assert remembered((1, 8), (2, 8)) == {(2, 8)}
 
 
 class _Around(torch.nn.Module):
