@@ -1,8 +1,8 @@
 """Lowers torch's functions to row programs: canonical op name -> a function over terms with the same arguments.
 
 The formulas are torch's, with its corner cases: where a branch is not taken its gradient must not become 0 * inf, so
-arguments of exponentials are selected first. In order: clamps, reductions with softmaxes and norms, the other ops, the
-table.
+arguments of exponentials are selected first. In order: clamps, reductions with softmaxes and norms, the other ops, and
+``LOWERINGS``, the table of all. The derivatives of the primitives are in ``backward``.
 """
 
 from __future__ import annotations
@@ -18,57 +18,78 @@ import torch
 
 from fxprec.kernels.rows.program.values import Builder, Declined, RowTerm, TermBuilder
 
-# -- clamps: their gradient at the bounds is that of the installed torch -----------------------------------------------
+# -- clamps ------------------------------------------------------------------------------------------------------------
 #
-# At a bound torch 2.13 gives the input all of the gradient, as inside; from 2.14 on nothing where bounds are numbers,
-# and half where they are tensors, as ``maximum`` and ``minimum`` do. torch is asked, not its version.
+# The value is the same in every torch: min(max(x, low), high). It is high where the bounds are crossed, and NaN where
+# one of the three is. Who gets the gradient is not the same, since torch 2.14 changed it; "nobody": the value counts as
+# a constant there. (Of a NaN, torch 2.13 gives it to high now and then.) The first line that holds decides:
+#
+#                             up to torch 2.13     from torch 2.14 on
+#   bounds are numbers (``clamp``)
+#     low < x < high          x                    x
+#     x == low or x == high   x                    nobody
+#     otherwise, or x is NaN  nobody               nobody
+#   one bound, a tensor (``_clamp_by_one``)
+#     x or the bound is NaN   nobody               both, all of it
+#     x == bound              x                    both, half of it each
+#     otherwise               the value's          the value's
+#   two bounds, at least one a tensor (``_clamp_by_two``)
+#     x is NaN                nobody               x
+#     a bound is NaN          nobody               as minimum(maximum(x, low), high) has it
+#     low > high              high                 high
+#     x == low == high        x                    x
+#     x < low == high         nobody               low
+#     x == low or x == high   x                    x and that bound, half of it each
+#     otherwise               the value's          the value's
 
 
 def clamp(c: TermBuilder, input: RowTerm, min: Any = None, max: Any = None) -> RowTerm:  # torch's names
     """Lower ``torch.clamp``, by numbers or by tensors. Where ``min > max`` the result is ``max``."""
     if isinstance(min, RowTerm) or isinstance(max, RowTerm):
-        return _between(c, input, min, max) if min is not None and max is not None else _beyond(c, input, min, max)
-    bounds = (("ge", min), ("le", max)) if _at_bound(False) == 1 else (("gt", min), ("lt", max))
+        two = min is not None and max is not None
+        return _clamp_by_two(c, input, min, max) if two else _clamp_by_one(c, input, min, max)
+    # The gradient passes through ``input``, chosen where it is inside. Elsewhere the value is a constant, ``held``.
+    bounds = (("ge", min), ("le", max)) if _share_at_bound(False) == 1 else (("gt", min), ("lt", max))
     inside = [c(op, input, bound) for op, bound in bounds if bound is not None]
     held = c.stop(input)
+    # max comes again, after min: where they are crossed the result is max.
     for op, bound in (("gt", max), ("lt", min), ("gt", max if min is not None else None)):
         if bound is not None:
             held = c("where", c(op, held, bound), bound, held)
     return c("where", inside[0] if len(inside) == 1 else c("and", *inside), input, held) if inside else input
 
 
-def _beyond(c: TermBuilder, x: RowTerm, low: Any, high: Any) -> RowTerm:
-    """Clamp by one bound that is a tensor."""
-    bound, op, keeps, loses = (high, "minimum", "le", "gt") if low is None else (low, "maximum", "ge", "lt")
-    either = c(op, x, bound)
-    if _at_bound(True) != 1:
-        return either
-    # At the bound the input takes all of the gradient, which a plain minimum or maximum would halve.
-    return c("where", c(keeps, x, bound), x, c("where", c(loses, x, bound), bound, c.stop(either)))
+def _clamp_by_one(c: TermBuilder, x: RowTerm, low: Any, high: Any) -> RowTerm:
+    """Clamp by one bound, a tensor; the other one is None."""
+    bound, op, within, beyond = (high, "minimum", "le", "gt") if low is None else (low, "maximum", "ge", "lt")
+    value = c(op, x, bound)
+    if _share_at_bound(True) != 1:
+        return value
+    # The plain minimum or maximum would halve the gradient at the bound. For NaN neither comparison holds.
+    return c("where", c(within, x, bound), x, c("where", c(beyond, x, bound), bound, c.stop(value)))
 
 
-def _between(c: TermBuilder, x: RowTerm, low: Any, high: Any) -> RowTerm:
-    """Clamp by two bounds, of which one is a tensor.
-
-    NaN anywhere gives NaN. From torch 2.14 on a NaN input keeps its gradient.
-    """
-    either = c("minimum", c("maximum", x, low), high)
-    if _at_bound(True) != 1:
-        level = c("where", c("lt", x, low), low, c("where", c("gt", x, high), high, x))
-        ordered = c("where", c("gt", low, high), high, c("where", c("eq", low, high), level, either))
+def _clamp_by_two(c: TermBuilder, x: RowTerm, low: Any, high: Any) -> RowTerm:
+    """Clamp by two bounds, of which one is a tensor."""
+    value = c("minimum", c("maximum", x, low), high)
+    if _share_at_bound(True) != 1:
+        # Where the bounds are equal, ``value`` would halve the gradient twice.
+        one_bound = c("where", c("lt", x, low), low, c("where", c("gt", x, high), high, x))
+        ordered = c("where", c("gt", low, high), high, c("where", c("eq", low, high), one_bound, value))
         return c("where", c("isnan", x), x, ordered)
+    # No comparison holds for NaN, so that a NaN among the three comes to the constant ``value``.
     inside = c("and", c("ge", x, low), c("le", x, high))
     below, crossed = c("and", c("lt", x, low), c("lt", low, high)), c("lt", high, low)
-    above = c("or", c("gt", x, high), c("and", crossed, c("not", c("isnan", x))))
-    outside = c("where", above, high, c("where", below, low, c.stop(either)))
+    above = c("or", c("and", c("gt", x, high), c("le", low, high)), c("and", crossed, c("not", c("isnan", x))))
+    outside = c("where", above, high, c("where", below, low, c.stop(value)))
     return c("where", inside, x, outside)
 
 
 @functools.cache
-def _at_bound(tensors: bool) -> float:
-    """Return the share of the gradient (1, 0 or 0.5) that torch's clamp gives an input equal to its bound.
+def _share_at_bound(tensors: bool) -> float:
+    """Return the share of the gradient that torch's clamp gives an input equal to its bound.
 
-    A thread of its own asks torch: the caller's dispatch modes, hooks and inference mode are not active there.
+    It is 1 up to torch 2.13. From 2.14 on it is 0 where bounds are numbers, and 0.5 where they are ``tensors``.
     """
     found: list[float] = []
 
@@ -77,6 +98,7 @@ def _at_bound(tensors: bool) -> float:
         bounds: Any = (torch.zeros(1, device="cpu"), torch.ones(1, device="cpu")) if tensors else (0.0, 1.0)
         found.extend(torch.autograd.grad(x.clamp(*bounds).sum(), x)[0].tolist())
 
+    # In a thread of its own, where the caller's dispatch modes, hooks and inference mode are not active.
     thread = threading.Thread(target=ask, name="fxprec asks torch")
     thread.start()
     thread.join()
@@ -87,16 +109,20 @@ def _at_bound(tensors: bool) -> float:
 
 
 def _total(op: str) -> Callable[..., RowTerm]:
-    """Return the lowering of a sum or mean; where it has a ``dtype``, the node's own is taken."""
+    """Return the lowering of a sum or mean. Terms have no dtype: ``forward`` reads the result's from its node."""
     return lambda c, input, dim=None, keepdim=False, dtype=None: c.reduce(op, input, dim, keepdim)
 
 
-def _extreme(op: str) -> Callable[..., RowTerm]:
+def _row_extreme(op: str) -> Callable[..., RowTerm]:
+    """Return the lowering of ``amax`` or ``amin``. An empty ``dim``, torch's default, is declined."""
     return lambda c, input, dim=(), keepdim=False: c.reduce(op, input, dim, keepdim)
 
 
 def _centred(c: TermBuilder, x: RowTerm, dim: Any) -> tuple[RowTerm, RowTerm]:
-    """Return x - mean and the variance of each row: two passes over registers, without cancellation."""
+    """Return x - mean and the biased variance of each row.
+
+    Squares are taken after the mean, which is a second level of reductions: mean(x * x) - mean * mean would cancel.
+    """
     centred = c("sub", x, c.reduce("mean", x, dim, True))
     return centred, c.reduce("mean", c("mul", centred, centred), dim, True)
 
@@ -366,7 +392,8 @@ LOWERINGS: Final[Mapping[str, Callable[..., RowTerm]]] = MappingProxyType(
         "addcmul": _add_scaled("mul"), "addcdiv": _add_scaled("div"),
         "lerp": lambda c, input, end, weight: c("add", input, c("mul", c("sub", end, input), weight)),
         "clone": _same, "contiguous": _same, "positive": _same,
-        "sum": _total("sum"), "mean": _total("mean"), "amax": _extreme("max"), "amin": _extreme("min"), "var": _var,
+        "sum": _total("sum"), "mean": _total("mean"), "amax": _row_extreme("max"), "amin": _row_extreme("min"),
+        "var": _var,
         "softmax": _softmax, "log_softmax": _log_softmax, "logsumexp": _logsumexp, "normalize": _normalize,
         "layer_norm": _layer_norm, "rms_norm": _rms_norm,
     }
