@@ -8,6 +8,11 @@ by ``python -m fxprec calibrate``, or shipped); this file knows which kernels an
     op by op    kernels of each node (``_ATEN_KERNELS``), of its size and dtype; in training those of its gradients, too
     as a loop   a call, what it loads and stores and computes for each element (``count``)
 
+``(x + y) * y`` of n elements, without gradients, takes::
+
+    op by op    2 * kernels["plain"](n)
+    as a loop   call + 3 * access(n) + 2 * step("plain", n)         loads of x and y, and a store; two steps
+
 ``python -m benchmarks loops`` measures regions both ways, beside these prices. The fusion pass asks for one node at a
 time, without sizes.
 """
@@ -28,15 +33,16 @@ from fxprec.kernels.rows.program.region_graph import op_name
 from fxprec.kernels.rows.program.row_program import RowProgram
 from fxprec.kernels.rows.program.values import Declined, Value, walk
 
-#: Steps of a loop by what they take: one or two instructions, or a function of libm.
+#: Steps of a loop by what they take: one or two instructions ("plain"), or as long as this function of libm.
 Step = Literal["plain", "exp", "tanh", "erf"]
 #: Time for a number of elements.
 Seconds = Callable[[float], float]
 #: torch's kernels by what they take: a step for each element, or a norm.
 Kernel = Step | Literal["norm"]
-#: Steps that a loop of ``LoopPrices.stepped`` has more than the plain one.
+#: Steps that a loop of ``LoopPrices.stepped`` has more than ``x * y``. The difference of their times, divided by this, is
+#: the price of one: where ``x * y`` takes 50 us, and with 4 exponentials more 90 us, an exponential takes 10 us.
 MORE_STEPS: Final[Mapping[Step, int]] = MappingProxyType({"plain": 16, "exp": 4, "tanh": 4, "erf": 4})
-#: Loads and stores of the plain loop, ``x * y``.
+#: Loads and stores of the loop ``x * y``, which are taken for all its time.
 _ACCESSES: Final = 3
 #: Elements by which ops are compared without sizes: a few hundred thousand, which fit into the cache.
 _TYPICAL: Final = float(1 << 18)
@@ -50,7 +56,7 @@ class AtenKernels(NamedTuple):
 
 
 _ATEN_KERNELS: Final[Mapping[str, AtenKernels]] = MappingProxyType({
-    # The argument itself, or a copy: torch computes nothing.
+    # The argument itself, or a copy: torch computes nothing. Dropout is one that drops nothing: loops have no other.
     "clone": AtenKernels((), ()), "contiguous": AtenKernels((), ()), "dropout": AtenKernels((), ()),
     "add": AtenKernels(("plain",), ()), "sub": AtenKernels(("plain",), ()),  # whose gradients are the result's
     "rms_norm": AtenKernels(("plain",) * 5, ("plain",) * 16),
@@ -92,13 +98,19 @@ class LoopPrices:
     stepped: Mapping[Step, Seconds]
 
     def of_kernels(self, work: AtenKernels, dtype: torch.dtype, elements: float, trained: bool) -> float:
-        """Return the seconds of torch's kernels for one node, in training with those of its gradients."""
+        """Return the seconds of torch's kernels for one node, in training with those of its gradients.
+
+        A gradient's kernel is taken for one of a product's gradients, which were measured with autograd's part, plus
+        what this kind of kernel takes more than a plain one. ``silu`` in training::
+
+            kernels["exp"] + (trained["plain"] - kernels["plain"]) / 2 + kernels["exp"] - kernels["plain"]
+        """
         kernels, both = self.kernels[dtype], self.trained[dtype]
         found = sum(kernels[each](elements) for each in work.forward)
         if not trained:
             return found
         plain = kernels["plain"](elements)
-        gradient = (both["plain"](elements) - plain) / 2  # of a product's two factors, each a plain kernel
+        gradient = (both["plain"](elements) - plain) / 2  # a product has two gradients, each a plain kernel
         for each in work.backward:
             if each == "norm":
                 found += both["norm"](elements) - kernels["norm"](elements)
@@ -112,13 +124,16 @@ class LoopPrices:
         return max(0.0, more) / MORE_STEPS[kind]
 
     def call(self, trained: bool, sums: int) -> float:
-        """Return the seconds of a call whatever its size; in training of two, with autograd and the sums over rows."""
+        """Return the seconds of a call whatever its size, for which a loop over one element stands.
+
+        In training these are two calls and autograd's part, and the second stages of ``sums`` column partials.
+        """
         if not trained:
             return min(loop(1) for loop in self.loop.values())
         return self.loop_trained(1) + sums * max(0.0, self.loop_sums(1) - self.loop_trained(1))
 
     def access(self, dtype: torch.dtype, elements: float) -> float:
-        """Return the seconds of one load or store of all elements."""
+        """Return the seconds of one load or store of all elements; dtypes without a price of their own go as FP32."""
         loop = self.loop.get(dtype, self.loop[torch.float32])
         return (loop(elements) - loop(1)) / _ACCESSES
 
@@ -145,7 +160,9 @@ def may_gain_alone(node: Node) -> bool:
 
 def is_faster_by_torch(node: Node, prices: LoopPrices) -> bool:
     """Return whether torch's kernel for this row operation takes less time than its step in a loop."""
+    # What costs torch nothing is no step of a loop either: it is compared as a plain op, so that a loop takes it in.
     (kernel, *others) = aten_kernels_of(node).forward or ("plain",)
+    # Of these a loop saves passes over memory, which the price of a step leaves out.
     if others or kernel == "norm":
         return False
     return prices.kernels[torch.bfloat16][kernel](_TYPICAL) < prices.step(kernel, _TYPICAL)
@@ -178,11 +195,14 @@ def check_gain(gm: GraphModule, programs: Sequence[RowProgram], elements: int, p
 
 
 def _seconds_of(node: Node, prices: LoopPrices, trained: bool) -> float:
+    """Return the seconds of torch's kernels for a node of a region, whose nodes know their shapes and dtypes."""
     made, sources = node.meta["torch_dtype"], node.all_input_nodes
     work = aten_kernels_of(node)
+    # An op of several dtypes casts its arguments within its kernel, but a gradient by a kernel of its own. With one
+    # source the op is a cast itself, and its gradient's kernel is listed already.
     others = [each for each in sources if each.meta["torch_dtype"] not in (made, torch.bool)]
     if others and len(sources) > 1:
-        work = work._replace(backward=(*work.backward, "plain"))  # a gradient is cast
+        work = work._replace(backward=(*work.backward, "plain"))
     elements = max(prod(each.meta["shape"]) for each in (node, *sources))
     return prices.of_kernels(work, made if made in prices.kernels else torch.float32, float(elements), trained)
 
@@ -194,7 +214,8 @@ def _seconds_of_loop(program: RowProgram, prices: LoopPrices, elements: float) -
     return accesses + sum(prices.step(kind, elements) * times for kind, times in counts.steps.items())
 
 
-#: Functions of libm -> the one of these three that takes about as long.
+#: Functions of libm -> the one of these three that takes about as long. ``emit.loops`` has the same functions (and
+#: ``div``) in its list of what is kept from loop to loop.
 _LIBM: Final[MappingProxyType[str, Step]] = MappingProxyType({
     "exp": "exp", "exp2": "exp", "sigmoid": "exp",
     "tanh": "tanh", "expm1": "tanh", "log": "tanh", "log2": "tanh", "log1p": "tanh",
@@ -208,7 +229,7 @@ class Counts:
 
     Attributes:
         accesses: loads and stores of memory, by dtype; each tensor that varies along rows and columns counts once.
-        steps: computations, by kind; a value read again from the cache counts as a plain one.
+        steps: computations, by kind; a tensor that a later loop loads again, from the cache, counts as a plain one.
     """
 
     accesses: Counter[torch.dtype]
@@ -218,9 +239,23 @@ class Counts:
 def count(program: RowProgram) -> Counts:
     """Count the work of a program's loops for each element.
 
-    Each loop over the columns loads and computes anew, except for functions of libm; work once a row costs nothing.
+    ==================================  ==========================  =================================================
+    value of a loop over the columns    in the first loop           in each later loop that needs it
+    ==================================  ==========================  =================================================
+    load of rows x columns              an access                   a plain step: it is in the cache
+    load without rows, plain op         a plain step                a plain step: it is computed anew
+    function of libm                    a step of its kind          nothing: it is kept, and read from the cache
+    reduction                           a plain step                nothing: it is a number of the row
+    rounding to the dtype of a store    nothing: part of the store  nothing
+    without columns                     nothing: it is computed     nothing
+                                        once a row
+    ==================================  ==========================  =================================================
+
+    What a kept value was computed from is counted in later loops all the same, though they do not compute it: a few
+    plain steps too many (two of ten in a softmax of ``2 * x``). A store counts as an access.
     """
     loads = dict(program.loads)
+    # One loop over the columns for each level of reductions, and one that stores.
     levels = program.levels
     reductions = {value for level in levels for value in level}
     loops = [[value.args[0] for value in level] for level in levels]
@@ -228,7 +263,7 @@ def count(program: RowProgram) -> Counts:
     accesses: Counter[torch.dtype] = Counter()
     steps: Counter[Step] = Counter({"plain": len(reductions)})
     seen: set[Value] = set()
-    stored = {store.value for store in program.stores if store.exact}  # a store rounds anyway
+    stored = {store.value for store in program.stores if store.exact}
     for roots in loops:
         for value in walk([root for root in roots if isinstance(root, Value)], {*loads, *reductions}.__contains__):
             if not value.columns or (value.op == "round" and value in stored):
