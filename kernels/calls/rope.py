@@ -1,4 +1,11 @@
-"""Calls a rotary position embedding as one op: its kernel's where that serves, and torch's ops otherwise."""
+"""Calls a rotary position embedding as one op: by a kernel where one serves, and by torch's ops otherwise.
+
+Pairs of columns are rotated, each by the angle of its position. Models differ in which columns make a pair, and in
+whether heads stand before or behind the positions; the kernels take heads first::
+
+    half = 4            columns 0 and 4, 1 and 5, 2 and 6, 3 and 7 of 8       (Llama, GPT-NeoX)
+    half = NEIGHBOURS   columns 0 and 1, 2 and 3, 4 and 5, 6 and 7            (GPT-J)
+"""
 
 from __future__ import annotations
 
@@ -13,34 +20,36 @@ from fxprec.kernels.launch.graph_call import graph_call, triton_serves
 from fxprec.kernels.launch.observers import runs_eagerly
 from fxprec.kernels.launch.operands import LOW_DTYPES, suits_loops
 
-#: As a ``half``: pairs are neighbours, and not columns half of all apart.
+#: Value of ``half`` for pairs of columns that are next to each other.
 NEIGHBOURS: Final = "neighbours"
 
 
 @graph_call
 def rope(x: Tensor, cos: Tensor, sin: Tensor, half: int | str | None, compiled: bool = False) -> Tensor:
-    """Return ``x * cos + turned(x) * sin``, in FP32 for low x, in x's dtype.
+    """Return ``x * cos + turned * sin``, in FP32 for low x, in x's dtype.
 
     Args:
         x: (..., columns).
-        cos, sin: an angle's for each column; of shapes that broadcast to x's.
-        half: turned is ``cat((-x[..., half:], x[..., :half]), -1)``; None: the half that ``chunk`` takes;
-            ``NEIGHBOURS``: ``stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)``.
+        cos, sin: of the angle of each column; of shapes that broadcast to x's.
+        half: turned is ``cat((-x[..., half:], x[..., :half]), -1)``; None: half of the columns, as ``chunk`` takes it,
+            which of an odd number is the larger half; ``NEIGHBOURS``: turned is
+            ``stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)``.
         compiled: on a CPU as a C++ loop.
     """
-    columns: int | str = (x.shape[-1] + 1) // 2 if half is None else half
+    half = (x.shape[-1] + 1) // 2 if half is None else half
     compiled = compiled and _is_looped(x, cos, sin)
-    own = _as_the_kernel_takes(x, cos, sin, columns) if compiled or triton_serves(x) else None
-    if own is not None:
+    fitted = _as_the_kernel_takes(x, cos, sin, half) if compiled or triton_serves(x) else None
+    if fitted is not None:
         from fxprec.kernels.nn.rope import rope as kernel  # which loads Triton
 
-        turned, tables = own
-        result = kernel(turned, *tables, interleaved=columns == NEIGHBOURS, compiled=compiled)
-        return result if turned is x else result.transpose(-3, -2)
-    if isinstance(columns, str):
+        heads_first, tables = fitted
+        result = kernel(heads_first, *tables, interleaved=half == NEIGHBOURS, compiled=compiled)
+        return result if heads_first is x else result.transpose(-3, -2)
+    if isinstance(half, str):
         turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     else:
-        turned = torch.cat((-x[..., columns:], x[..., :columns]), dim=-1)
+        turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    # With tables in FP32 torch computes in FP32, and a low x has its result rounded once, here.
     result = x * cos + turned * sin
     return result.to(x.dtype) if result.dtype != x.dtype and x.dtype in LOW_DTYPES else result
 
@@ -52,12 +61,14 @@ def run_for(x: Tensor, cos: Tensor, sin: Tensor, half: int | str | None) -> Run 
     """
     if torch.is_grad_enabled() and x.requires_grad:
         return None
-    own = _as_the_kernel_takes(x, cos, sin, (x.shape[-1] + 1) // 2 if half is None else half)
-    if own is None or not _is_looped(x, cos, sin):
+    fitted = _as_the_kernel_takes(x, cos, sin, (x.shape[-1] + 1) // 2 if half is None else half)
+    if fitted is None or not _is_looped(x, cos, sin):
         return None
     from fxprec.kernels.nn.rope import run_for as kernel  # which loads Triton
 
-    return kernel(x, *own, interleaved=half == NEIGHBOURS)
+    # The function that it returns takes x as it comes here: so it is told both, x and x with heads first.
+    heads_first, tables = fitted
+    return kernel(x, heads_first, tables, interleaved=half == NEIGHBOURS)
 
 
 def _is_looped(*tensors: Tensor) -> bool:
@@ -66,7 +77,11 @@ def _is_looped(*tensors: Tensor) -> bool:
 
 
 def _as_the_kernel_takes(x: Tensor, cos: Tensor, sin: Tensor, half: Any) -> tuple[Tensor, Sequence[Tensor]] | None:
-    """Return x as [B, H, T, D] and (cos, sin) as [B, T, D] where the kernel serves; None where it does not."""
+    """Return x as [B, H, T, D] and (cos, sin) as [T, D] or [B, T, D] where the kernel serves; None where it does not.
+
+    ``heads`` below is the dimension of the heads, 1 or 2, and the other one is the positions'. The tables tell which:
+    they are the same for all heads, and have size 1 there.
+    """
     columns = x.shape[-1]
     fits = x.dim() == 4 and columns % 2 == 0 and half in (columns // 2, NEIGHBOURS)
     if not fits or cos.shape != sin.shape or not 2 <= cos.dim() <= 4 or cos.shape[-1] != columns:
@@ -78,8 +93,7 @@ def _as_the_kernel_takes(x: Tensor, cos: Tensor, sin: Tensor, half: Any) -> tupl
     four = [table[(None,) * (4 - table.dim())] for table in (cos, sin)]
     if four[0].shape[0] not in (1, x.shape[0]):
         return None
-    # Tables are the same for all heads, which stand before or behind the positions.
-    for heads, turned in ((1, x), (2, x.transpose(1, 2))):
-        if four[0].shape[heads] == 1 and four[0].shape[3 - heads] == turned.shape[2]:
-            return turned, [table.squeeze(heads) for table in four]
+    for heads, heads_first in ((1, x), (2, x.transpose(1, 2))):
+        if four[0].shape[heads] == 1 and four[0].shape[3 - heads] == heads_first.shape[2]:
+            return heads_first, [table.squeeze(heads) for table in four]
     return None

@@ -39,7 +39,7 @@ Step = Literal["plain", "exp", "tanh", "erf"]
 Seconds = Callable[[float], float]
 #: torch's kernels by what they take: a step for each element, or a norm.
 Kernel = Step | Literal["norm"]
-#: Steps that a loop of ``LoopPrices.stepped`` has more than ``x * y``. The difference of their times, divided by this, is
+#: Steps that a loop of ``LoopPrices.stepped`` has more than ``x * y``. The difference of their times divided by this is
 #: the price of one: where ``x * y`` takes 50 us, and with 4 exponentials more 90 us, an exponential takes 10 us.
 MORE_STEPS: Final[Mapping[Step, int]] = MappingProxyType({"plain": 16, "exp": 4, "tanh": 4, "erf": 4})
 #: Loads and stores of the loop ``x * y``, which are taken for all its time.
