@@ -19,7 +19,7 @@ from fxprec.passes.dtypes.promotion import is_zero_dim
 from fxprec.passes.graph.annotations import NON_TENSOR, Rule, notes
 from fxprec.passes.ops.aliases import written_by
 from fxprec.passes.ops.table import facts_at
-from fxprec.passes.placement.pins import overflows, saturating_chains, spared
+from fxprec.passes.placement.pins import overflows, promoting_near_poles, saturating_chains
 from fxprec.passes.placement.sites import (
     Site,
     annotate,
@@ -100,7 +100,7 @@ class _Promotion:
 
     def compute(self, step: Step) -> None:
         assert step.site is not None
-        site, floats = spared(step.site, self.near_poles), step.floats
+        site, floats = promoting_near_poles(step.site, self.near_poles), step.floats
         rule = self.listed(site) if set(site.data).isdisjoint(written_by(site.node)) else Rule.KEEP
         if self.classes.get(site.node, site.node) is not site.node and step.of is not None:
             if floats:  # a view of memory that is written: a cast would miss the writes

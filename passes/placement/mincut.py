@@ -43,9 +43,9 @@ from fxprec.passes.placement.pins import (
     commutes_with_rounding,
     exp_chains,
     overflowing_square,
+    promoting_near_poles,
     rounded_to_integer,
     saturating_chains,
-    spared,
     sums_low,
     unsafe_number,
 )
@@ -172,7 +172,8 @@ class Constraints:
         self._near_poles: set[Node] = set()
         for graph, hands_out, _ in walk.graphs:
             lowers_poles = self.context.policy.lowers_parameters
-            # At O3 weights are low, so no sigmoid is FP32 for a pole: what reads it is only as wide as it (``spared``).
+            # At O3 weights are low, so no sigmoid is FP32 for a pole: what reads it is only as wide as it is
+            # (``promoting_near_poles``).
             chains = saturating_chains(graph, hands_out and not lowers_poles, self.context.low)
             self._saturated |= {} if lowers_poles else chains
             self._near_poles |= chains.keys()
@@ -293,7 +294,7 @@ class Constraints:
         if self.classes and not set(site.data).isdisjoint(written_by(node)):
             return self._keep(site, floats)
         # What is known of this very call comes before the table: a pole, a square, counts, a sum over one value.
-        site = spared(site, self._near_poles)
+        site = promoting_near_poles(site, self._near_poles)
         square = overflowing_square(site, self.context)
         if square is not None:
             self._squares.add(node)

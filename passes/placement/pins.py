@@ -14,7 +14,7 @@ Safety pins keep an op that would follow or promote in FP32::
     %log: float32 = log(%i)
 
 A sigmoid of 7 is 0.999; in bfloat16 it is 1, its ``log(1 - p)`` is infinite and its gradient 0. So the ops from what
-saturates to the pole are pinned, and the op that saturates reads FP32, too:
+*saturates* to the pole are pinned, and the op that saturates reads FP32, too (``saturating_chains``):
 
 - The chain goes on through ops that follow or promote, and through a cast that rounds nothing in the original program
   (``%p.to(%h.dtype)``), which is written as FP32.
@@ -24,12 +24,23 @@ saturates to the pole are pinned, and the op that saturates reads FP32, too:
 - It is pinned where it reaches a pole. Where nothing but a saturated value is in it, it is pinned as well if the module
   returns it (its loss is taken outside, and it is cast to FP32 anyway), if it is written into other memory, or if it
   goes into another body or comes out of one.
+
+Two walks find that out. The first, forwards, says of each value what it is (``_Values``); the second, backwards, hands
+the reason for FP32 from a pole up its chain::
+
+    %h = linear(%x, %w)      low
+    %p = sigmoid(%h)         saturated: it saturates              FP32, as %q is
+    %o = ones_like(%h)       constant                             as it was: ones are the same in any dtype
+    %q = sub(%o, %p)         saturated: of a saturated value      FP32: before the pole of %log
+    %log = log(%q)           none of these: a FULL op             FP32 by its rule
+    %gate = mul(%p, %h)      low: a low value goes in             as it was: no reason comes from here
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -87,9 +98,10 @@ def unsafe_number(site: Site, low: torch.dtype) -> str | None:
 
 
 def rounded_to_integer(facts: OpRule, number: object, low: torch.dtype) -> int | None:
-    """Return the integer that a bound, or what stands in a value's place, is in the low dtype, if it is none itself.
+    """Return the integer to which the low dtype rounds a number of a call: 1 of 0.9999999.
 
-    ``clamp(max=1 - eps)`` keeps away from a pole at 1; where the bound is 1 itself, it does not.
+    None where it stays apart from the integer, or is one itself; and of numbers that are no bound ("compared") and fill
+    nothing. ``clamp(max=1 - eps)`` keeps away from a pole at 1; where the bound becomes 1 itself, it does not.
     """
     if facts.numbers not in ("compared", "fill") or type(number) is not float:
         return None
@@ -149,50 +161,68 @@ def exp_chains(graph: Graph) -> set[Node]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """What the float values of a graph are, on the way from what saturates to a pole: each is in at most one set.
+
+    In none are values that are FP32 whatever is decided here (inputs, results of FULL ops), and made of such.
+
+    Attributes:
+        saturated: comes close to an integer, or is made of such a value without anything low.
+        low: a weight, the result of a product, or made of such; it may be low.
+        constants: reads no values (``zeros_like(h)``), or is made of such alone.
+    """
+
+    saturated: set[Node] = field(default_factory=set)
+    low: set[Node] = field(default_factory=set)
+    constants: set[Node] = field(default_factory=set)
+
+
 def saturating_chains(graph: Graph, returns: bool, low_dtype: torch.dtype) -> dict[Node, str]:
     """Return the values from one that saturates to a pole, each with the reason why it is FP32.
 
     Args:
-        returns: what the graph returns is given to somebody in its original dtype, or to another graph of ours.
+        returns: whether the graph's output counts as a reader that may take a logarithm: the caller gets it in its
+            original dtype, or another graph of ours does.
         low_dtype: float16 or bfloat16.
     """
     starts = {node for node, noted in annotated(graph) if _saturates(node, noted, low_dtype)}
     if not starts:
         return {}
-    after: set[Node] = set()
-    low: set[Node] = set()  # values that may be low, and do not saturate
-    constants: set[Node] = set()
+    values = _Values()
     for node in graph.nodes:
         row = facts_at(node)
         sources = {*_floats(node)}
-        if node in starts or _leads_on(node, row, after, low):
-            after.add(node)
+        if node in starts or _stays_saturated(node, row, values):
+            values.saturated.add(node)
         elif row.rule is Rule.LOW or notes(node).kind == "parameter":
-            low.add(node)
+            values.low.add(node)
         elif row.rule in (Rule.FOLLOW, Rule.PROMOTE) and (sources or row.example):
-            if sources <= constants:
-                constants.add(node)
-            elif not low.isdisjoint(sources):
-                low.add(node)
-        if notes(node).op.in_place and not after.isdisjoint(sources):
-            written = {*_written(node, constants)}
-            after |= written
-            constants -= written
+            if sources <= values.constants:
+                values.constants.add(node)
+            elif not values.low.isdisjoint(sources):
+                values.low.add(node)
+        # A constant that a saturated value is written into holds that value from here on.
+        if notes(node).op.in_place and not values.saturated.isdisjoint(sources):
+            written = {*_written_constants(node, values.constants)}
+            values.saturated.update(written)
+            values.constants.difference_update(written)
     reasons: dict[Node, str] = {}
     for node in reversed(graph.nodes):
-        if node in after or node in constants:
-            found = (_reason(node, user, reasons, after, constants, returns) for user in node.users)
+        if node in values.saturated or node in values.constants:
+            found = (_reason(node, user, reasons, values, returns) for user in node.users)
             reason = next(filter(None, found), None)
             if reason is not None:
                 reasons[node] = reason
     return reasons
 
 
-def spared(site: Site, near_poles: set[Node]) -> Site:
-    """Return the call of an op that level O3 lowers, so that it takes what arrives where that nears a pole.
+def promoting_near_poles(site: Site, near_poles: set[Node]) -> Site:
+    """Return the call of an op that level O3 lowers: as one that promotes, where it reads a value of ``near_poles``.
 
     If a sigmoid is FP32 and the log behind it low, the log reads exactly 1 where the sigmoid is not quite 1: its
-    gradient is infinite there, the sigmoid's is tiny but not 0, and their product infinite. Both must have one dtype.
+    gradient is infinite there, the sigmoid's is tiny but not 0, and their product infinite. If the log promotes, both
+    have one dtype.
     """
     lowered = site.lowered and site.rule is Rule.LOW and site.dtype is None
     if not lowered or near_poles.isdisjoint(site.data):
@@ -212,15 +242,17 @@ def _saturates(node: Node, annotations: Annotations, low: torch.dtype) -> bool:
     return annotations.handed_over and not annotations.kind and carries_float(annotations.dtype)
 
 
-def _leads_on(node: Node, row: OpRule, after: set[Node], low: set[Node]) -> bool:
-    """Return whether an op makes another saturated value of one, with nothing low and no weight beside it."""
+def _stays_saturated(node: Node, row: OpRule, values: _Values) -> bool:
+    """Return whether an op makes another saturated value of one: nothing low and no weight goes in beside it."""
     sources = [*_floats(node)]
+    # A float on another port than the data is a weight (a norm's), and ends the chain.
     if row.ports is not None and any(port not in row.ports for port, each in arg_nodes(node) if each in sources):
         return False
-    return _hands_on(node, row) and not after.isdisjoint(sources) and low.isdisjoint(sources)
+    saturated, low = (not each.isdisjoint(sources) for each in (values.saturated, values.low))
+    return _may_keep_closeness(node, row) and saturated and not low
 
 
-def _written(node: Node, constants: set[Node]) -> Iterator[Node]:
+def _written_constants(node: Node, constants: set[Node]) -> Iterator[Node]:
     """Yield the constant that an op writes into, and the views through which it does: ``p = zeros_like(h); p[0] = q``.
 
     What is written into another value is left: the memory holds that value, too.
@@ -230,32 +262,37 @@ def _written(node: Node, constants: set[Node]) -> Iterator[Node]:
         node = base
 
 
-def _hands_on(node: Node, row: OpRule) -> bool:
-    """Return whether what goes in comes out, in steps that lose no more than rounding."""
+def _may_keep_closeness(node: Node, row: OpRule) -> bool:
+    """Return whether the result may be as close to an integer as what goes in.
+
+    So it may of ops that follow or promote, a sum or mean, a power without a pole, and a cast that in the original
+    program is one to FP32 or float64.
+    """
     if notes(node).op.name == "to":
-        return notes(node).dtype in (UNKNOWN, torch.float32, torch.float64)  # which it has in the original program
+        return notes(node).dtype in (UNKNOWN, torch.float32, torch.float64)
     return row.rule in (Rule.FOLLOW, Rule.PROMOTE) or row.reduces or (row.squares == "power" and not _is_pole(node))
 
 
-def _reason(
-    node: Node, user: Node, reasons: dict[Node, str], after: set[Node], constants: set[Node], returns: bool
-) -> str | None:
+def _reason(node: Node, user: Node, reasons: dict[Node, str], values: _Values, returns: bool) -> str | None:
     """Return why a saturated value, or a constant, is FP32 because of one who reads it; None where it does not mind."""
     row = facts_at(user)
     if node not in {*_floats(user)}:
         return None
-    if node in constants:  # zeros and ones are the same in any dtype
+    # Zeros and ones are the same in any dtype. A constant that is filled with other numbers, or computed with some
+    # (``numbers`` says that its op takes such), is FP32 where its reader is.
+    if node in values.constants:
         return reasons.get(user) if facts_at(node).numbers is not None else None
     written = notes(user).op.in_place and user.args[0] is not node and row.rule is not Rule.KEEP
     if (user.op == "output" and returns) or written or isinstance(user.target, HigherOrderOperator):
         return _HANDED_OUT
     if any(source is node and port in row.poles for port, source in arg_nodes(user)) and _is_pole(user):
         return f"saturates in low precision before the pole of %{user.name}"
-    reason = reasons.get(user) if user in after else None
+    reason = reasons.get(user) if user in values.saturated else None
     if reason != _HANDED_OUT:
         return reason
-    # what is handed out must hold nothing else
-    alone = row.view or row.exact or len({*_floats(user)} - constants) == 1
+    # Whether what is handed out meets a pole nobody knows. So this reason goes up only where nothing else is in it:
+    # through views, ops that move values, and ops of which the value is the only float operand, constants apart.
+    alone = row.view or row.exact or len({*_floats(user)} - values.constants) == 1
     return reason if alone else None
 
 
