@@ -489,7 +489,7 @@ class Constraints:
         - else, and where it looks at bits: the dtype that the original program has.
         """
         node, reference, info = site.node, dtype_reference(site.node), notes(site.node).dtype
-        why = COUNTS if self.origins.is_exact(node) else self._saturated.get(node)
+        why = COUNTS if self.origins.needs_digits(node) else self._saturated.get(node)
         if why is None and self._cast_as.get(self.classes.get(node, node), {reference}) != {reference}:
             why = "a cast gives this very tensor, whose memory is written"
         # x.type_as(y) is x itself where both are FP32.

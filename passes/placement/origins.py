@@ -52,8 +52,8 @@ from fxprec.passes.torch_internals import HigherOrderOperator
 #: Why a value that counts is FP32.
 COUNTS: Final = "counts in integers beyond those of low precision: FP32 until a weight or a periodic function takes it"
 
-#: Integers that every low dtype holds.
-_EXACT: Final = (torch.bool, torch.int8, torch.uint8)
+#: Dtypes of integers of which every low dtype holds each.
+_HELD_BY_LOW: Final = (torch.bool, torch.int8, torch.uint8)
 
 
 class Origin(IntEnum):
@@ -70,47 +70,70 @@ class Origin(IntEnum):
 
 
 class Origins:
-    """The origins of the values of a graph and of the bodies that it calls."""
+    """The origins of the values of a graph and of the bodies that it calls.
+
+    Placement asks three questions:
+
+    - ``counts``, of an op that computes: then it stays FP32;
+    - ``needs_digits``, of a call that names the dtype of a low tensor: then it names FP32. A value needs its digits if
+      it is a count, or goes into one, and a reader's result depends on more digits than low precision has;
+    - ``may_count``, of an input of unknown dtype: whether it is an integer is found out at run time.
+
+    ::
+
+                                            origin       counts    needs_digits
+        %t = to(%ids, %h.dtype)             COUNT        yes       yes: %angles computes with it
+        %angles = mul(%t, 0.3)              COUNT        yes       yes, since sin is periodic
+        %sin = sin(%angles)                 CONSTANT     no        no
+        %m = to(%ids, %h.dtype)             COUNT        yes       no: it goes into a learned value alone
+        %y = mul(%h, %m)                    OTHER        no        no
+        %f = full_like(%h, 999.0)           COUNT        no        no, unless a reader's result depends on it
+    """
 
     def __init__(self) -> None:
         self._known: dict[Node, Origin] = {}
-        self._exact: set[Node] = set()
-        self._created: set[Node] = set()  # out of numbers alone
-        self._filled: set[Node] = set()  # counts among these: FP32 only where somebody needs their digits
+        self._digits_needed: set[Node] = set()
+        self._created: set[Node] = set()  # made of numbers alone: ones(3), full_like(h, 999.0)
+        self._filled: set[Node] = set()  # those of them that are made with a number that counts
 
     def enter(self, graph: Graph, operands: Mapping[Node, Node]) -> None:
         """Look at a graph. ``operands``: placeholder of a body that runs as part of its caller -> what it is given."""
         for node, noted in annotated(graph):
             self._known[node] = self._origin(node, noted, operands)
-        if Origin.COUNT not in self._known.values():  # most models: the second walk is for the others
+        if Origin.COUNT not in self._known.values():  # no integers at all: nobody needs digits
             return
+        # Backwards: what its readers need, a value needs.
         for node in reversed(graph.nodes):
             origin = self._known[node]
             if self._compares(node):
-                self._exact.add(node)
+                self._digits_needed.add(node)
             elif origin is Origin.COUNT or (origin is Origin.CONSTANT and is_castable(notes(node).dtype)):
                 if any(self._wants_digits(user, origin) for user in node.users):
-                    self._exact.add(node)
+                    self._digits_needed.add(node)
 
     def counts(self, node: Node) -> bool:
-        """Return whether what a node computes is a count, or a constant that goes into one."""
-        counted = self._known.get(node) is Origin.COUNT and node not in self._filled and not facts_at(node).example
-        return counted or node in self._exact
+        """Return whether what a node computes is a count, or a constant that goes into one.
+
+        A constant that is filled with a count, a number or a value (``full_like(h, n)``), is one only if it needs its
+        digits.
+        """
+        filled = node in self._filled or facts_at(node).example
+        return (self._known.get(node) is Origin.COUNT and not filled) or node in self._digits_needed
 
     def may_count(self, node: Node) -> bool:
         """Return whether a value is made of an input of unknown dtype, and of constants."""
         return self._known.get(node) is Origin.INPUT
 
-    def is_exact(self, node: Node) -> bool:
-        """Return whether a value is (part of) a count, and somebody needs its digits."""
-        return node in self._exact
+    def needs_digits(self, node: Node) -> bool:
+        """Return whether a value is a count, or goes into one, and somebody needs its digits."""
+        return node in self._digits_needed
 
     def _origin(self, node: Node, annotations: Annotations, operands: Mapping[Node, Node]) -> Origin:
         info = annotations.dtype
         if annotations.kind == "parameter":
             return Origin.OTHER
         if isinstance(info, torch.dtype) and not (info.is_floating_point or info.is_complex):
-            return Origin.CONSTANT if info in _EXACT else Origin.COUNT
+            return Origin.CONSTANT if info in _HELD_BY_LOW else Origin.COUNT
         if info is NON_TENSOR:
             return Origin.CONSTANT
         if node in operands:
@@ -127,7 +150,8 @@ class Origins:
         if origin is Origin.CONSTANT and self._is_filled_with_count(node, row):
             self._filled.add(node)
             return Origin.COUNT
-        if row.rule is Rule.LOW and Origin.INPUT in sources:  # a product takes no integers: it is a float input
+        # A product takes no integers: what it reads is a float input.
+        if row.rule is Rule.LOW and Origin.INPUT in sources:
             return Origin.OTHER
         if origin is not Origin.OTHER and (row.counts or (origin is Origin.INPUT and annotations.op.name == "to")):
             return Origin.COUNT
@@ -137,7 +161,8 @@ class Origins:
     def _is_filled_with_count(self, node: Node, row: OpRule) -> bool:
         """Return whether a constant is made with an integer that bfloat16 may not hold, and FP32 does.
 
-        Of what is made of ones and zeros in two steps (``h.new_ones(4) * 301``) negative ones are masks.
+        In one step (``full((4,), -301)``) of any sign. In two (``ones(4) * 301``) only if it is positive: products and
+        sums of a constant with a negative number (``ones(4) * -1e4``) are taken for masks.
         """
         if row.numbers == "fill" and node in self._created:
             written = row.example or notes(node).op.name == "full"  # behind an example, or a shape
@@ -154,19 +179,19 @@ class Origins:
         return Origin.COUNT if _holds_counts(constant) else Origin.CONSTANT
 
     def _wants_digits(self, user: Node, of: Origin) -> bool:
-        """Return whether what a user of a count, or of a constant, gives depends on digits that low precision has not.
+        """Return whether the result of a reader of a count, or of a constant, depends on more digits than low has.
 
-        Constants alone are not looked after: only where they go into a count.
+        ``of``: which of the two it reads. A constant needs digits only for a count, or if its reader does.
         """
         row = facts_at(user)
         if self._known.get(user) is Origin.COUNT:
             moves = row.view or row.exact or row.same or user in self._filled
-            return user in self._exact if moves else True
+            return user in self._digits_needed if moves else True
         if of is Origin.CONSTANT:
-            return user in self._exact
+            return user in self._digits_needed
         if user.op == "output" or isinstance(user.target, HigherOrderOperator):
             return True
-        wants = row.periodic or row.rule in (Rule.FULL, Rule.KEEP) or user in self._exact
+        wants = row.periodic or row.rule in (Rule.FULL, Rule.KEEP) or user in self._digits_needed
         return notes(user).dtype is not NON_TENSOR and wants
 
     def _compares(self, node: Node) -> bool:
