@@ -1,4 +1,8 @@
-"""A row of the op table, and the short form in which the tables write many rows at once."""
+"""A row of the op table, and the short form in which the tables write many rows at once.
+
+To see the whole row of an op, whose facts stand in several lines of ``passes/ops/rows``, print it:
+``python -c "from fxprec.passes.ops.table import OP_TABLE; print(OP_TABLE['div'])"``.
+"""
 
 from __future__ import annotations
 
@@ -68,23 +72,25 @@ class OpRule:
 
         ports: the ports that carry the rule's dtype; None: every float tensor argument (nested lists included). The
             other float arguments keep their original dtype (a norm's weight, running statistics).
-        fp32_ports: those others want FP32, even where parameters are low: the dtype of the running statistics.
+        fp32_ports: those other arguments must be FP32, also at O3, where the original dtype of a parameter is low
+            (batch_norm, whose running statistics are FP32).
         masks: ports of additive masks: their numbers saturate where the low dtype cannot hold them.
         indices: ports that take integers only.
-        places: ports that say where values are read or written, not which.
-        arrives: it takes whatever arrives, whatever the rule: a part, a cast of the user's, a copy that converts.
+        places: ports that say where values are read or written, not which (the index of scatter).
+        arrives: it takes whatever arrives, whatever the rule: a part (getitem), a cast of the user's (to), a copy that
+            converts (copy).
         native_promotion: the eager kernel takes mixed low/FP32 inputs and promotes inside: no cast is needed to
             compute in FP32.
-        mixed: device types on which the eager kernel reads a low data port, computes in FP32 inside with the other
-            ports FP32, and writes low (free ports): {"cpu"} for layer_norm.
+        mixed: device types on which the eager kernel reads low data, computes in FP32 inside, and writes low, while the
+            arguments on the other ports stay FP32: {"cpu"} for layer_norm. There its data and its result may be either.
         dtype_keyword: the op takes ``dtype=`` and accumulates in it while reading low natively (sum, mean).
         backward_sums: device types on which its *backward* sums gradients in the dtype of its data. In low such a sum
             stops growing (of a weight that is read often), or gradients go to wrong places (of a maximum of rounded
             values): there the op reads FP32, and its result is cast back.
         sums_low: when its *forward* sums many values in the dtype of its data, so that in low a sum stays at a few
-            hundred: it is FP32 then.
-        lookup: its first data are a table, whatever made it.
-        pads: its ``mode`` says whether it repeats values, and so adds up at all.
+            hundred (index_add): it is FP32 then.
+        lookup: its first data are a table (embedding), whatever made it: ``backward_sums`` holds for it in any case.
+        pads: it pads, and its ``mode`` says whether it repeats values: only then does its backward add up.
         low_kernel: whether there is a kernel for low inputs at all, forward and backward: without one a FULL op stays
             FULL even where a level or a placement would have it run low.
         boolean: of bool operands it gives the same as of their zeros and ones in FP32.
@@ -103,9 +109,10 @@ class OpRule:
             "real"          the first's, but complex becomes its real part's (abs, norms)
             "float_real"    as "float", but complex becomes its real part's (distances)
             "complex"       as "float", but real becomes complex
+            "wide"          the first's, but at least FP32 (the logsumexp of an attention kernel)
             "float64"       float64, of complex complex128
             "default"       torch.get_default_dtype()
-            "bool", "int64", "int32"   itself
+            "bool", "int64", "float32", ...   the dtype of that name
             "none"          no tensor: sizes, numbers, None
             "unknown"       ask FakeTensor
             "first*"        a list of unknown length, each as the first (any of the above can have the star)
@@ -115,24 +122,35 @@ class OpRule:
         return_indices: position of the flag of that name: with it positions come out too.
         layout: whether the result is a sparse tensor: "dense": never; "sparse": always; "mixed": where all tensor
             arguments are; None: where one is.
-        rank: "reduced": the result is 0-dim where the call names no dimension; "kept": where all its tensors are;
-            "some": never, nor is its first argument if that is a float.
+        rank: when the result is 0-dim. "reduced": where the call names no dimension (sum); "kept": where all tensor
+            arguments are (add); "some": never, and a float first argument is not either (linear, cat).
         float_number: of numbers it gives a Python float.
-        wide: a LOW op whose kernel puts out FP32, whatever it reads.
-        wide_state: a wide op that carries a state: its products read low, its state stays FP32 where the kernel allows
-            (``graph.wide_state`` has its call).
-        view: the result may alias the first argument.
-        whole: a view of all elements.
-        repeats: a view that may show an element several times: a copy of it is laid out otherwise.
-        overwritable: its backward reads its result, or neither: its first argument may be overwritten before that.
-        strides: it looks at memory by strides of its own: a copy of its argument, which may be laid out otherwise, must
-            not stand in for it. It counts as a write, which asks for as much.
-        bits: given a dtype in the place of a shape, it reads the bits of its first argument as numbers of that dtype:
-            the argument has its original dtype then, whatever else it is.
-        same: the result holds the first argument's values, each in its place: a copy, a cast, a detached one.
-        itself: where there is nothing to do, the result is the first argument, the very tensor.
-        exact: (views apart) the result is the same whether the input is rounded before or the result after: it only
-            moves, selects or drops values. Sums do not: (x - mean) of a rounded x has lost its digits.
+        wide: a LOW op whose kernel puts out FP32, whatever it reads (linear_cross_entropy). The result kind of that
+            name, and ``wide`` among the annotations of a node, say so of single results.
+        wide_state: a wide op that carries a state (gru, gru_cell, lstm_cell): its products read low, its state stays
+            FP32 where the kernel allows (``graph.wide_state`` has its call).
+        view, whole, repeats, same, itself, exact: how the result's values and memory come from the first argument:
+
+            ========  =====================================================  =========================================
+            field     the result ...                                         of these ops, for example
+            ========  =====================================================  =========================================
+            view      may share its memory                                   detach, getitem, transpose, expand, to
+            whole     (a view) shows all of its elements                     reshape, transpose, expand
+            repeats   (a view) may show an element several times, so that    expand
+                      a copy of it is laid out otherwise
+            same      holds its values, each in its place                    detach, clone, to, contiguous
+            itself    is the very tensor where there is nothing to do        contiguous, to, dropout
+            exact     (views apart) is the same whether the input is         gather, cat, relu, neg
+                      rounded before or the result after: it only moves,
+                      selects, drops or negates values. Sums do not:
+                      (x - mean) of a rounded x has lost its digits
+            ========  =====================================================  =========================================
+        overwritable: its backward does not read its first argument (that of exp reads the result): the memory may be
+            overwritten before the backward runs.
+        strides: it reads memory by strides that it is given (as_strided), so it must get the very tensor: a copy may be
+            laid out otherwise. Passes treat it as a write, which wants the very tensor, too.
+        bits: given a dtype in the place of a shape, it reads the bits of its first argument as numbers of that dtype
+            (``x.view(torch.int32)``): the argument has its original dtype then, whatever else it is.
         reads_values: of an op without a tensor result: it reads the values all the same, or tells how many bytes one
             has, and not only sizes and flags.
         gradient: whether gradients flow through it.
@@ -177,7 +195,8 @@ class OpRule:
         factors: positions of the two operands of a product.
         depth: where a product has the size that it sums over: "last", the last dimension of its left operand;
             "subscripts", in its equation; "chain", the last dimension of each operand but the last one.
-        bias: how many dimensions of the result lie behind that of its bias, where it takes one.
+        bias: how many dimensions the result has behind the one along which a bias is added: 0 of linear, 2 of conv2d;
+            None: it takes no bias.
 
     What a product that it follows can do for it, and where its values lie:
 
