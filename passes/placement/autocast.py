@@ -102,7 +102,7 @@ class _Promotion:
         assert step.site is not None
         site, floats = promoting_near_poles(step.site, self.near_poles), step.floats
         rule = self.listed(site) if set(site.data).isdisjoint(written_by(site.node)) else Rule.KEEP
-        if self.classes.get(site.node, site.node) is not site.node and step.of is not None:
+        if self.walk.shares_written(site.node) and step.of is not None:
             if floats:  # a view of memory that is written: a cast would miss the writes
                 self.share(site.node, site.base)
             return self.decide(site.node, Rule.FOLLOW, site.why)

@@ -6,7 +6,18 @@ the levels pin; ``pins`` what safety and memory do.
 
 An FP32 input makes an op FP32 (a closure of the cut). Two kinds of ops are excepted: one that only moves or drops
 values and has none but low readers (the cast may then stand before it, where the tensor is smaller), and one whose FP32
-operand is 0-dim, which does not promote in torch either.
+operand is 0-dim, which does not promote in torch either. On a CPU, whose kernel of layer_norm reads and writes low::
+
+                                 reads   puts out   closures
+    %h = linear(%x, %w)          LOW     LOW
+    %n = layer_norm(%h)          a       a
+    %e = exp(%n)                 FP32    FP32
+    %s = add(%n, %e)             b       b          a -> b, FP32 -> b: an addition in FP32 if one operand is
+    %t = transpose(%s, 0, 1)     c       c          b -> c, unless all readers of %t are low, as here
+    %y = linear(%t, %v)          LOW     LOW
+
+The first closure makes b FP32. The cut has a and c to choose, by the casts of %h, %n, %s and %t that either choice
+needs: each value is cast where the variable that it is put out in differs from that of a reader.
 
 ``lower="pays"`` asks which LOW ops stay FP32, because on this device lowering them takes longer than it saves: the same
 cut with time in place of bytes, and one free variable more for each LOW op of known sizes (what it takes longer in
@@ -133,6 +144,73 @@ class _Decided(NamedTuple):
     site: Site | None = None
 
 
+class _Safety:
+    """Reasons why ops of a walk must not run low, and values of which the digits matter.
+
+    Attributes:
+        origins: which values are counts.
+        saturated: values that are FP32 on the way from what saturates to a pole -> why.
+        squares: in float16, results of ops that square: low memory cannot hold them. Added as steps are read.
+    """
+
+    def __init__(self, walk: Walk) -> None:
+        self.context = walk.context
+        self.origins = Origins()
+        self.saturated: dict[Node, str] = {}
+        self.squares: set[Node] = set()
+        self._near_poles: set[Node] = set()
+        self._exp_chains: set[Node] = set()
+        # At O3 weights are low, so no sigmoid is FP32 for a pole: what reads it is only as wide as it is
+        # (``promoting_near_poles``).
+        self._lowers_poles = walk.context.policy.lowers_parameters
+        for graph, hands_out, _ in walk.graphs:
+            chains = saturating_chains(graph, hands_out and not self._lowers_poles, walk.context.low)
+            self.saturated |= {} if self._lowers_poles else chains
+            self._near_poles |= chains.keys()
+            self._exp_chains |= exp_chains(graph)
+            self.origins.enter(graph, walk.operands)
+
+    def ruled(self, site: Site) -> Site:
+        """Return the call with the rule that holds for it: what is known of this very call comes before the table."""
+        node = site.node
+        site = promoting_near_poles(site, self._near_poles)
+        square = overflowing_square(site, self.context)
+        if square is not None:
+            self.squares.add(node)
+            return site._replace(rule=Rule.FULL, why=square)
+        if site.rule is Rule.LOW and site.is_as_in_table:
+            if self.origins.counts(node) and notes(node).dtype not in LOW_DTYPES:
+                return site._replace(rule=Rule.FULL, why=COUNTS)
+            if is_elementwise(node):
+                return site._replace(rule=Rule.PROMOTE, why=ELEMENTWISE)
+        return site
+
+    def why_not_low(self, site: Site) -> str | None:
+        """Return why an op cannot run low, or None. Where the program itself has a value low, its digits are gone."""
+        node = site.node
+        if node in self._exp_chains:
+            return "between an exponential and a reduction of it"
+        was_low = notes(node).dtype in LOW_DTYPES
+        if node in self.saturated and not was_low:
+            return self.saturated[node]
+        if not was_low and sums_low(site, self.context.device):
+            return "it adds many values to one place, whose sum would stay at a few hundred in low precision"
+        number = unsafe_number(site, self.context.low)
+        if number is None and not was_low and self.origins.counts(node) and not commutes_with_rounding(site):
+            return COUNTS
+        return number
+
+    def nears_pole(self, site: Site) -> bool:
+        """Return whether a value at O3 must not be pinned low: near a pole it is as wide as what it is made of."""
+        near = site.node in self._near_poles or not self._near_poles.isdisjoint(site.data)
+        return near and self._lowers_poles
+
+    def allows_low(self, site: Site) -> bool:
+        """Return whether a FULL op may be low: in float16 an error says nothing of the range of other data."""
+        safe = self.context.low is torch.bfloat16 and site.facts.low_kernel and site.node not in self.squares
+        return safe and not any(map(self.origins.counts, (site.node, *site.data)))
+
+
 class Constraints:
     """The cut problem of a walk: what each step says of the variables that stand for the dtypes of values.
 
@@ -147,8 +225,9 @@ class Constraints:
         unpriced: LOW op that stays low, as nobody knows what it costs -> why.
         free: op that may be either -> its variable.
         parts: value -> those that it is made of without a rounding.
-        roots: ops behind which a cast may stand.
+        stored_apart: ops whose value may live in another dtype than they put out: a cast may stand right behind them.
         names_fp32: calls that name another tensor's dtype, and give FP32 all the same -> why.
+        safety: what low precision cannot hold.
     """
 
     def __init__(self, walk: Walk, verdict: Verdict, freedom: Freedom = Freedom.NONE) -> None:
@@ -162,23 +241,12 @@ class Constraints:
         self.unpriced: dict[Node, str] = {}
         self.free: dict[Node, int] = {}
         self.parts: dict[Node, tuple[Node, ...]] = {}
-        self.roots: list[Node] = []
+        self.stored_apart: list[Node] = []
         self.names_fp32: dict[Node, str] = {}
-        self.origins = Origins()
-        self._commuting: dict[Node, list[int]] = {}  # ops that commute with rounding -> their inputs
-        self._squares: set[Node] = set()  # what low memory cannot hold
-        self._chains: set[Node] = set()
-        self._saturated: dict[Node, str] = {}
-        self._near_poles: set[Node] = set()
-        for graph, hands_out, _ in walk.graphs:
-            lowers_poles = self.context.policy.lowers_parameters
-            # At O3 weights are low, so no sigmoid is FP32 for a pole: what reads it is only as wide as it is
-            # (``promoting_near_poles``).
-            chains = saturating_chains(graph, hands_out and not lowers_poles, self.context.low)
-            self._saturated |= {} if lowers_poles else chains
-            self._near_poles |= chains.keys()
-            self._chains |= exp_chains(graph)
-            self.origins.enter(graph, walk.operands)
+        self.safety = _Safety(walk)
+        # Ops that may be low before low readers, whatever they read -> the variables that widen them before others. A
+        # part has none: its variable is that of what it is a part of.
+        self._commuting: dict[Node, list[int]] = {}
         self._cast_as: dict[Node, set[Node | None]] = {}  # root of written memory -> whose dtype casts of it name
         for cast in (node for node in self.classes if notes(node).op.name == "to"):
             if cast_target(cast) is torch.float32 or dtype_reference(cast) is not None:
@@ -211,8 +279,8 @@ class Constraints:
         if step.floats:
             self._assign(node, assumed_original(notes(node).dtype), source=not notes(node).handed_over)
         self._decide(node, step.rule, step.why)
-        # At O2 an input counts as low though it arrives wider. Not with prices: there the cut decides whether its cast
-        # pays.
+        # At O2 an input counts as low though it arrives wider: ``value`` is what its readers are charged against,
+        # ``arrives`` what its annotation says. Not with prices: there the cut decides whether its cast pays.
         free = step.kind is Kind.INPUT and self.verdict.costs is None and node not in self.classes
         if free and node in variables.does_not_widen:
             variables.arrives[node], variables.value[node] = variables.value[node], LOW
@@ -253,8 +321,8 @@ class Constraints:
             return self._decide(node, Rule.KEEP, site.why)
         # The op writes where other views read: what is unsafe here pins all of that memory.
         square = overflowing_square(site, self.context)
-        why = square or self._unsafe(site)
-        if why or not self._squares.isdisjoint(others):
+        why = square or self.safety.why_not_low(site)
+        if why or not self.safety.squares.isdisjoint(others):
             variables.pin_shared(node, variable, torch.float32)
         if site.name == "copy":  # it converts
             return self._decide(node, Rule.FOLLOW, site.why)
@@ -289,21 +357,12 @@ class Constraints:
     def _compute(self, step: Step) -> None:
         assert step.site is not None
         site, node, floats = step.site, step.node, step.floats
-        if self.classes.get(node, node) is not node and step.of is not None:
+        if self.walk.shares_written(node) and step.of is not None:
             return self._view_of_written(site, floats)
+        # A call that writes to its data must see them uncast: a cast would miss the write.
         if self.classes and not set(site.data).isdisjoint(written_by(node)):
             return self._keep(site, floats)
-        # What is known of this very call comes before the table: a pole, a square, counts, a sum over one value.
-        site = promoting_near_poles(site, self._near_poles)
-        square = overflowing_square(site, self.context)
-        if square is not None:
-            self._squares.add(node)
-            site = site._replace(rule=Rule.FULL, why=square)
-        elif site.rule is Rule.LOW and site.is_as_in_table:
-            if self.origins.counts(node) and notes(node).dtype not in LOW_DTYPES:
-                site = site._replace(rule=Rule.FULL, why=COUNTS)
-            elif is_elementwise(node):
-                site = site._replace(rule=Rule.PROMOTE, why=ELEMENTWISE)
+        site = self.safety.ruled(site)
         {Rule.KEEP: self._keep, Rule.LOW: self._low, Rule.FULL: self._full}.get(site.rule, self._follow)(site, floats)
 
     def _keep(self, site: Site, floats: bool) -> None:
@@ -314,8 +373,9 @@ class Constraints:
         for target in written:  # a custom op that says so in its schema: a cast of it would miss the write
             variables.pin_shared(node, variables.value[target], assumed_original(notes(target).dtype))
         if floats:
-            source = all(each in variables.does_not_widen for each in sources)  # a lookup that rescales its weight
-            source = source and bool(written or not sources)
+            # A source, as an input is one: it reads no floats, or writes to what it reads (an embedding that rescales
+            # its weight), and that are sources themselves.
+            source = all(each in variables.does_not_widen for each in sources) and bool(written or not sources)
             self._assign_named(site, source)
         self._decide(node, Rule.KEEP, site.why)
 
@@ -343,7 +403,7 @@ class Constraints:
             variables.value[node] = read
             if node in self.classes and not isinstance(notes(node).dtype, tuple):
                 self._live_apart(node, read)
-                self.roots.append(node)
+                self.stored_apart.append(node)
         self._decide(node, Rule.LOW, site.why, read, out=read if floats else None)
 
     def _live_apart(self, node: Node, made: int) -> None:
@@ -373,7 +433,8 @@ class Constraints:
         is_free = self.freedom is Freedom.ALL and floats and notes(node).dtype is torch.float32
         is_free = is_free and not self.is_overridden(site)
         accumulates = site.accumulates_wide(self.context, asked)
-        if is_free and not mixed and not accumulates and asked is None and self._may_be_low(site):
+        may_be_low = dtype_reference(node) is None and node not in self.classes and self.safety.allows_low(site)
+        if is_free and not mixed and not accumulates and asked is None and may_be_low:
             variable = self.free[node] = variables.value[node] = variables.new(node)
             variables.read_data(site, variable)
             return self._decide(node, site.rule, site.why, variable, site=site)
@@ -395,13 +456,6 @@ class Constraints:
             self.free[node] = read
         self._decide(node, Rule.FULL, site.why, read if site.data else None)
 
-    def _may_be_low(self, site: Site) -> bool:
-        """Return whether a FULL op may be low: in float16 an error says nothing of the range of other data."""
-        node = site.node
-        safe = self.context.low is torch.bfloat16 and site.facts.low_kernel and node not in self._squares
-        safe = safe and not any(map(self.origins.counts, (node, *site.data)))
-        return safe and dtype_reference(node) is None and node not in self.classes
-
     def _follow(self, site: Site, floats: bool) -> None:
         node, variables, info = site.node, self.variables, notes(site.node).dtype
         if site.facts.exact or commutes_with_rounding(site):
@@ -411,24 +465,29 @@ class Constraints:
             if floats:  # made in the dtype that the call gives, or out of integers
                 self._assign_named(site, source=True)
             return self._decide(node, Rule.FOLLOW, site.why)
-        bound = floats or any(rounded_to_integer(site.facts, each, self.context.low) is not None for each in node.args)
-        if not bound and (site.facts.native_promotion or len(site.data) == 1):
+        # A comparison or a flag takes what arrives, unless its kernel wants one dtype for several operands, or low
+        # would round its bound to an integer (x < 0.9999999).
+        low = self.context.low
+        decides = floats or any(rounded_to_integer(site.facts, each, low) is not None for each in node.args)
+        if not decides and (site.facts.native_promotion or len(site.data) == 1):
             return self._decide(node, Rule.FOLLOW, f"{site.why}; reads what arrives")
-        unsafe = self._unsafe(site)
+        unsafe = self.safety.why_not_low(site)
         if unsafe:
             variable = FP32
-        elif floats and assumed_original(info) is self.context.low and not self._nears_pole(site):
+        elif floats and assumed_original(info) is low and not self.safety.nears_pole(site):
             variable = LOW
             # The program itself makes it low, so it is pinned; by a variable of its own where the memory is written at
             # O3, since another view of that memory may still want FP32 (``pin_shared``).
             if node in self.classes and self.context.policy.lowers_parameters:
-                variables.pin_shared(node, variable := variables.new(node), self.context.low)
+                variables.pin_shared(node, variable := variables.new(node), low)
         else:
             variable = variables.new(node)
-        # Its backward sums in the dtype it reads: that is FP32, and its result is cast to where its readers want it.
+        # ``read`` is what the op reads and puts out, ``variable`` what its readers are given. The two differ if its
+        # backward would sum in low: then it reads FP32, and a cast may stand right behind it.
         read = FP32 if floats and self.walk.sums_low_backward(site) else variable
         variables.read_data(site, read)
-        # an FP32 input makes the op FP32; of memory that is written there is one dtype, however free all others are
+        # An FP32 input makes the op FP32: at once, or later on where its readers are known (``widen_unless_read_low``).
+        # With ``Freedom.ALL`` it does not, but for memory that is written, which has one dtype.
         if commutes_with_rounding(site) and node not in self.classes and self.freedom is not Freedom.ALL:
             self._commuting[node] = variables.promoting(site)
         elif node in self.classes or self.freedom is not Freedom.ALL:
@@ -437,32 +496,12 @@ class Constraints:
             variables.value[node] = variable
             if read is not variable:
                 variables.add_cast_behind(node, read, variable)
-                self.roots.append(node)
+                self.stored_apart.append(node)
             if unsafe is COUNTS and variables.does_not_widen.issuperset(site.data):
                 variables.does_not_widen.add(node)
             if info is torch.float32:
                 self.free[node] = read
         self._decide(node, site.rule, unsafe or site.why, read, out=FP32 if read is not variable else None, site=site)
-
-    def _nears_pole(self, site: Site) -> bool:
-        """Return whether a value at O3 must not be pinned low: near a pole it is as wide as what it is made of."""
-        near = site.node in self._near_poles or not self._near_poles.isdisjoint(site.data)
-        return near and self.context.policy.lowers_parameters
-
-    def _unsafe(self, site: Site) -> str | None:
-        """Return why an op cannot run low, or None. Where the program itself has a value low, its digits are gone."""
-        node = site.node
-        if node in self._chains:
-            return "between an exponential and a reduction of it"
-        was_low = notes(node).dtype in LOW_DTYPES
-        if node in self._saturated and not was_low:
-            return self._saturated[node]
-        if not was_low and sums_low(site, self.context.device):
-            return "it adds many values to one place, whose sum would stay at a few hundred in low precision"
-        number = unsafe_number(site, self.context.low)
-        if number is None and not was_low and self.origins.counts(node) and not commutes_with_rounding(site):
-            return COUNTS
-        return number
 
     # -- what all steps write ------------------------------------------------------------------------------------------
 
@@ -470,7 +509,7 @@ class Constraints:
         """Pin a value to a dtype; ``source``: nothing of the graph flowed into it."""
         variables = self.variables
         base = base_of(node)
-        if self.classes.get(node, node) is not node and self.has(base):  # a cast that gives the very tensor it takes
+        if self.walk.shares_written(node) and self.has(base):  # a cast that gives the very tensor it takes
             variables.pin_shared(node, variables.value[base], dtype)
             return variables.share_dtype(node, base)
         variables.value[node] = variables.pin(dtype)
@@ -480,36 +519,49 @@ class Constraints:
     def _assign_named(self, site: Site, source: bool = False) -> None:
         """Assign the dtype that a call names, or FP32 where somebody needs digits that the original program has.
 
-        The cases, first to last:
+        The first row that fits says the dtype (``%h`` is the tensor whose dtype the call names, if it names one's):
 
-        - it names a tensor's dtype, was FP32, and needs its digits or gives written memory: FP32, which the call then
-          names (``names_fp32``). Where that tensor is low here, the value widens nobody: in its place a low one stands;
-        - it may be its own input (``x.type_as(y)`` where both have one dtype), of unknown dtype: FP32;
-        - it names a tensor's dtype: the dtype in which that tensor arrives;
-        - else, and where it looks at bits: the dtype that the original program has.
+        ================================================================  ==============================================
+        the call                                                          its value is
+        ================================================================  ==============================================
+        names the dtype of ``%h``, gave FP32 in the original, and there   FP32, which a later pass writes into the call
+        is a reason (``_why_fp32``)                                       (``names_fp32``)
+        may give its very input (``%x.type_as(%h)`` where both have one   FP32: the call itself finds out what it is
+        dtype), whose memory is written, and is of unknown dtype
+        names the dtype of ``%h``, and looks at no bits                   as ``%h`` arrives
+        names low because autocast had made ``%h`` low at capture         low
+        any other                                                         as in the original program
+        ================================================================  ==============================================
+
+        In the first row, if ``%h`` is low here, the value widens nobody: but for the reason it would be low itself.
         """
-        node, reference, info = site.node, dtype_reference(site.node), notes(site.node).dtype
-        why = COUNTS if self.origins.needs_digits(node) else self._saturated.get(node)
-        if why is None and self._cast_as.get(self.classes.get(node, node), {reference}) != {reference}:
-            why = "a cast gives this very tensor, whose memory is written"
-        # x.type_as(y) is x itself where both are FP32.
-        may_be_its_input = self.classes.get(node, node) is not node
-        if may_be_its_input:
-            why = why or "it is the tensor that it casts, whose memory is written"
-        named = notes(node).names_tensors_dtype or reference is not None
+        node, info = site.node, notes(site.node).dtype
+        reference, reads_low = dtype_reference(node), notes(node).names_tensors_dtype
+        why = self._why_fp32(node, reference)
         arriving = self.variables.arriving(reference) if reference is not None and self.has(reference) else None
-        if why is not None and named and info is torch.float32:
+        if why is not None and (reads_low or reference is not None) and info is torch.float32:
             self.names_fp32[node] = why
             self._assign(node, torch.float32)
             if arriving != FP32:
-                self.variables.does_not_widen.add(node)  # it widens nobody whom that dtype would not
-        elif may_be_its_input and info is UNKNOWN:
-            # Of an input: the call itself finds out what it is.
+                self.variables.does_not_widen.add(node)
+        elif self.walk.shares_written(node) and info is UNKNOWN:
             self._assign(node, torch.float32)
         elif arriving is not None and not site.facts.bits:
             self.variables.value[node] = arriving
         else:
-            self._assign(node, self.context.low if notes(node).names_tensors_dtype else assumed_original(info), source)
+            self._assign(node, self.context.low if reads_low else assumed_original(info), source)
+
+    def _why_fp32(self, node: Node, reference: Node | None) -> str | None:
+        """Return why a call that names a tensor's dtype must give FP32, if that is low here; None where it need not."""
+        if self.safety.origins.needs_digits(node):
+            return COUNTS
+        if node in self.safety.saturated:
+            return self.safety.saturated[node]
+        # Another cast of this memory names another dtype. Where all were FP32, the two gave one tensor.
+        if self._cast_as.get(self.classes.get(node, node), {reference}) != {reference}:
+            return "a cast gives this very tensor, whose memory is written"
+        # x.type_as(y) is x itself where both are FP32.
+        return "it is the tensor that it casts, whose memory is written" if self.walk.shares_written(node) else None
 
     def _decide(
         self,
@@ -520,6 +572,7 @@ class Constraints:
         out: int | None = None,
         site: Site | None = None,
     ) -> None:
+        """Note what is known of a node. ``out``: what it puts out, where that is not the variable of its value."""
         # An input that counts as low is annotated as it arrives: its readers ask for the cast.
         value = self.variables.arriving(node) if self.has(node) else None
         self.decided[node] = _Decided(read, value if out is None else out, rule, self.names_fp32.get(node, why), site)
@@ -554,7 +607,7 @@ def _annotate(constraints: Constraints, dtypes: _Dtypes) -> None:
         annotate(node, rule, why, reads, dtypes[out])
     for node in constraints.names_fp32:
         notes(node).names_fp32 = True
-    for node in constraints.roots:
+    for node in constraints.stored_apart:
         lives = dtypes[constraints.variables.value[node]]
         if lives is not notes(node).precision.output:
             notes(node).stored_dtype = lives

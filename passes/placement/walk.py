@@ -149,6 +149,10 @@ class Walk:
         for gm in graphs:
             self._graph(gm, None, Rule.KEEP if context.keep_output_dtype else Rule.FOLLOW)
 
+    def shares_written(self, node: Node) -> bool:
+        """Return whether a node gives memory that is written, and that another node made: a view, an in-place op."""
+        return self.classes.get(node, node) is not node
+
     def under_autocast(self, node: Node) -> UnderAutocast:
         """Return what autocast would have made of a value; found out at the first question, which few programs ask."""
         if not self._under_autocast:
