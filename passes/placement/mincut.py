@@ -8,7 +8,7 @@ An FP32 input makes an op FP32 (a closure of the cut). Two kinds of ops are exce
 values and has none but low readers (the cast may then stand before it, where the tensor is smaller), and one whose FP32
 operand is 0-dim, which does not promote in torch either. On a CPU, whose kernel of layer_norm reads and writes low::
 
-                                 reads   puts out   closures
+                                 reads   puts out   closures that bind
     %h = linear(%x, %w)          LOW     LOW
     %n = layer_norm(%h)          a       a
     %e = exp(%n)                 FP32    FP32
