@@ -24,7 +24,7 @@ def test_a_row_is_what_there_is(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 @pytest.mark.zoo
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet50", "gpt2-12", "bert", "t5", "whisper"])
+@pytest.mark.parametrize("name", ["resnet50", "gpt2-12"])
 def test_reports_are_short(name: str) -> None:
     if name != "resnet50":
         pytest.importorskip("transformers", reason="wants transformers: the [zoo] extra")
