@@ -50,7 +50,8 @@ def tripwires(decline: Callable[[str], Any]) -> list[tuple[Any, str, Any]]:
     tracing = threading.get_ident()
 
     def wire(original: Any, what: str) -> Any:
-        of_class = isinstance(original, classmethod | ClassMethodDescriptorType)  # the latter is written in C
+        # The latter is written in C. ``tripped`` gets the class as its first argument, and binds the original by hand.
+        of_class = isinstance(original, classmethod | ClassMethodDescriptorType)
 
         def tripped(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == tracing:
@@ -76,7 +77,7 @@ def unpatched(value: Any) -> Any:
 _MONITORING: Final[Any] = getattr(sys, "monitoring", None)
 #: Of the six tools that there can be at a time, those that PEP 669 names (debugger, coverage, profiler) come last.
 _TOOLS: Final = (4, 3, 5, 2, 1, 0)
-#: The place of code that must not even be called.
+#: In the place of an offset, the start of the code: it must not even be called.
 _START: Final = -1
 
 #: A reason, or what tells it of the frame that gets there.
@@ -129,7 +130,7 @@ class OpaqueCode:
                 run()
         places = self._places[id(code)][1]
         why = places.get(offset)
-        # Whether a question is unheard depends on what is on the stack.
+        # Some reasons depend on the values in the frame that gets there, such as those of ``questions``.
         if callable(why):
             frame: Any = sys._getframe(1)
             while frame.f_code is not code:

@@ -1,15 +1,14 @@
 """Finds questions about a value that Python answers without calling its proxy: ``a is b``, ``type(x)``, patterns.
 
-``isinstance`` calls it in part only.
+While a forward is traced, proxies stand for its tensors, and such a question gets an answer about the proxy::
 
-::
+    if q is k:                      False: two proxies, for what may be one tensor
+    if type(x) is torch.Tensor:     False: the proxy's own type
+    match x.shape: case (b, c):     no match: a proxy is no sequence
 
-    if q is k:                      other proxies for what may be one tensor
-    if type(x) is torch.Tensor:     the proxy's own type
-    match x.shape: case (b, c):     no sequence
-
-What such code asks about is read from its bytecode, backwards from the instruction that asks, and evaluated in the
-running frame as far as that runs nothing but look-ups.
+(``isinstance`` does call the proxy, which must know what classes it is asked for: ``classes_asked_for``.) What such
+code asks about is read from its bytecode, backwards from the instruction that asks, and evaluated in the running frame
+as far as that runs nothing but look-ups.
 
 To change it safely: what is not known here ends the trace (``UNKNOWN``), and dynamo takes the model. So a missing case
 costs a slower capture, and a case too many gives a graph that took the wrong branch, without an error. Bytecode changes
@@ -32,7 +31,7 @@ from fxprec.capture.user_code import is_torchs
 
 #: Value of what evaluation cannot tell. Whoever meets it must assume a traced value.
 UNKNOWN: Final = object()
-#: Where torch's own code asks for the class of a value, and not the frame that calls it.
+#: In place of classes: a function of torch's asks for the class of a value, and not the code that calls this function.
 NOT_ASKED: Final = object()
 
 _ASKING: Final = frozenset({"type", "callable"})
@@ -53,7 +52,11 @@ class Expression(NamedTuple):
 
 
 class Question(NamedTuple):
-    """``is`` of two, a builtin or a pattern of one; None for a part that cannot be read."""
+    """One instruction that asks: ``is``, a call of ``type`` or ``callable``, or a pattern.
+
+    ``parts``: what it asks about, None for a part that cannot be read. Of ``is`` the two operands; of a call the
+    function and its argument; of a pattern its subject alone.
+    """
 
     offset: int
     by: str
@@ -63,9 +66,9 @@ class Question(NamedTuple):
 @lru_cache(maxsize=4096)
 def questions(code: CodeType) -> tuple[Question, ...]:
     """Return the questions in one code object, but for ``is None``, which a proxy answers as its tensor does."""
+    # Most code asks nothing of the kind, and is not disassembled.
     if _OPCODES.isdisjoint(code.co_code[::2]) and _ASKING.isdisjoint((*code.co_names, *code.co_freevars)):
         return ()
-    # Most code asks nothing of the kind, and is not disassembled.
     found = []
     listed = _instructions(code)
     for place, instruction in enumerate(listed):
@@ -74,38 +77,51 @@ def questions(code: CodeType) -> tuple[Question, ...]:
             if not any(part is not None and _is_none(part.instruction) for part in parts):
                 found.append(Question(instruction.offset, "is", parts))
         elif instruction.opname in _PATTERNS:
-            subject = place - (listed[place - 1].opname == "COPY")  # kept for the next case
+            # Where another case follows, the subject is copied for it first.
+            subject = place - 1 if listed[place - 1].opname == "COPY" else place
             found.append(Question(instruction.offset, "case of parts", _parts(listed, subject, 1)))
         elif instruction.opname == "CALL" and instruction.arg == 1:
             parts = _parts(listed, place, 2)
-            if parts[0] is not None and (asking := parts[0].instruction.argval) in _ASKING:  # x.type(dtype) too
+            # By name alone: ``x.type(dtype)`` gets in, and a function of the user's called ``type``. ``wrong_answer``
+            # looks which function it is.
+            if parts[0] is not None and (asking := parts[0].instruction.argval) in _ASKING:
                 found.append(Question(instruction.offset, f"{asking}()", parts))
     return tuple(found)
 
 
-def unheard(question: Question, frame: FrameType) -> str | None:
-    """Return why a trace must not go on to a question in a frame, or None where its answer is the original's."""
+def wrong_answer(question: Question, frame: FrameType) -> str | None:
+    """Return why the frame must not get to a question: a proxy would give another answer than the tensor.
+
+    None where the answer is the original's: no proxy is asked about, or both are one, or what a proxy is compared with
+    can be no tensor. What cannot be told is taken for a proxy.
+    """
     values = [_value(part, frame) for part in question.parts]
-    if question.by != "is":
-        wrong = isinstance(values[-1], Proxy) or values[-1] is UNKNOWN
-        # A function of the user's that is merely called ``type`` or ``callable`` is no such question.
-        if len(values) == 2 and values[0] is not type and values[0] is not callable:
+    if question.by == "is":
+        one, other = values
+        if one is other and one is not UNKNOWN:
             return None
-        return f"asks for {question.by} of a traced value" if wrong else None
-    one, other = values
-    if one is other and one is not UNKNOWN:
+        stands_in = any(value is UNKNOWN or isinstance(value, Proxy) for value in values)
+        # Of an object that no traced value can be, "is" is False, for the proxy and for what it stands for.
+        wrong = stands_in and _may_be_traced(one) and _may_be_traced(other)
+        return "compares a traced value by 'is'" if wrong else None
+    # Of the two parts of a call the first is the function: another one, merely called ``type``, is no such question.
+    if len(values) == 2 and values[0] is not type and values[0] is not callable:
         return None
-    stands_in = any(value is UNKNOWN or isinstance(value, Proxy) for value in values)
-    wrong = stands_in and _may_be_traced(one) and _may_be_traced(other)
-    return "compares a traced value by 'is'" if wrong else None
+    wrong = isinstance(values[-1], Proxy) or values[-1] is UNKNOWN
+    return f"asks for {question.by} of a traced value" if wrong else None
 
 
 def classes_asked_for(frame: FrameType) -> Any:
     """Return the class, or classes, that ``isinstance`` or a ``case`` compares with where the frame is now.
 
-    C code has no frame of its own, so whoever it is asks in the name of its caller. torch's own must be told the truth
-    (NOT_ASKED): it takes what claims to be a Tensor for one in memory. Of others nobody knows for whom they ask
-    (``any(map(isinstance, ...))``): UNKNOWN.
+    ===================================  ===========================================================================
+    ``isinstance(x, (A, B))``            ``(A, B)``; UNKNOWN if that is more than names
+    ``case A():``                        ``A``
+    ``torch.add(x, 1)``                  NOT_ASKED. Functions in C have no frame of their own, so torch's ask in the
+                                         name of their caller. They must be told the truth: they take what claims to be
+                                         a Tensor for one in memory.
+    ``any(map(isinstance, ...))``        UNKNOWN: another function in C, and nobody knows for whom it asks
+    ===================================  ===========================================================================
     """
     listed = _instructions(frame.f_code)
     # A call that ran often is at its PRECALL in Python 3.11, which is not listed: the CALL comes next.
@@ -185,7 +201,18 @@ def _is_none(instruction: dis.Instruction) -> bool:
 
 
 def _value(expression: Expression | None, frame: FrameType) -> Any:
-    """Return what an expression gave; of an operation on a proxy that proxy, for whatever came out."""
+    """Return what an expression gave, as far as that can be told without running it again.
+
+    Of a forward with the argument ``x``, a traced value:
+
+    ===========================  ===================================================================================
+    ``self.mode``, ``MODES[0]``  the object
+    ``x``, ``x.shape``           a proxy (of a weight's shape: the shape, or an element of it)
+    ``x + 1``, ``x.shape[0]``    the proxy that it is computed from, in the place of the proxy that came out
+    ``type(x)``                  the proxy, in the place of the class
+    ``f(x)``, ``f()``            UNKNOWN
+    ===========================  ===================================================================================
+    """
     if expression is None:
         return UNKNOWN
     instruction = expression.instruction
@@ -200,9 +227,11 @@ def _value(expression: Expression | None, frame: FrameType) -> Any:
         return UNKNOWN
     if name == "BUILD_TUPLE":
         return tuple(parts)
-    # Nothing is computed with a proxy here: the trace would record it as an op of the model.
+    # Nothing is computed with a proxy here: the trace would record it as an op of the model. To read an attribute
+    # records nothing yet; it may decline, or guard a weight's shape, as it does when the forward reads it.
     traced = next((part for part in parts if isinstance(part, Proxy)), None)
-    if traced is not None and (traced is parts[0] or parts[0] is type or name != "CALL"):
+    calls_another = name == "CALL" and traced is not parts[0] and parts[0] is not type
+    if traced is not None and not calls_another:
         return getattr(traced, argument, UNKNOWN) if name in _ATTRIBUTES else traced
     try:
         if name in _ATTRIBUTES:

@@ -8,8 +8,8 @@ has none::
     except RuntimeError:           # at run time it may, and this is then the result
         return self.fc(x)
 
-What a frame catches at an instruction is read from the exception table of its code; ``finally``, ``with``, and clauses
-for errors that no op raises (``KeyError``) pass.
+What a frame catches at an instruction is read from the exception table of its code. ``finally``, ``with``, and clauses
+for errors that no op raises (``KeyError``) let the trace go on; a clause whose classes cannot be told ends it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,14 @@ from fxprec.capture.user_code import is_torchs
 _OF_OPS: Final = (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError, torch.OutOfMemoryError)
 _MATCHES: Final = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH")
 _NAMES: Final = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF")
+#: No part of the expression after ``except``: they move the error itself, or ready a call.
+_BESIDE: Final = ("PUSH_EXC_INFO", "PUSH_NULL", "COPY", "SWAP", "PRECALL")
+#: How instructions begin that end a statement, or belong to none with an expression: ``finally``, ``with``.
+_STATEMENTS: Final = (
+    *("POP_TOP", "POP_EXCEPT", "STORE_", "DELETE_", "RETURN_", "RERAISE", "RAISE_", "JUMP_BACKWARD", "IMPORT_"),
+    *("WITH_EXCEPT_START", "BEFORE_WITH", "BEFORE_ASYNC_WITH", "LOAD_SPECIAL", "LIST_APPEND", "YIELD_VALUE"),
+)
+#: What a clause names that is computed otherwise than by looking names up: it may be any error.
 _UNKNOWN: Final = object()
 
 
@@ -52,7 +60,6 @@ def has_handlers(code: CodeType) -> bool:
 
 def catches(frame: FrameType) -> str | None:
     """Return what the frame catches where it is now, such as ``RuntimeError``, if an op may raise it; else None."""
-    # Handlers nest: what one does not match goes on to the next.
     code = _read(frame.f_code)
     offset, seen = frame.f_lasti, set()
     while True:
@@ -63,7 +70,7 @@ def catches(frame: FrameType) -> str | None:
         for caught in _clauses(code, target, frame):
             if _may_be_raised(caught):
                 return caught.__name__ if isinstance(caught, type) else "errors"
-        # What no clause matches goes on to the handler around this one.
+        # Handlers nest: what no clause matches goes on to the handler around this one.
         offset = target
 
 
@@ -76,7 +83,7 @@ def ends_errors(code: CodeType) -> bool:
     instructions = _read(code).instructions
     if code.co_flags & inspect.CO_GENERATOR:
         return any(each.opname in _MATCHES for each in instructions) or any(
-            before.opname == "PUSH_EXC_INFO" and each.opname == "POP_TOP"
+            before.opname == "PUSH_EXC_INFO" and each.opname == "POP_TOP"  # except: ...
             for before, each in itertools.pairwise(instructions)
         )
     if code.co_name != "__exit__":
@@ -100,40 +107,64 @@ def _read(code: CodeType) -> _Code:
 
 
 def _clauses(code: _Code, target: int, frame: FrameType) -> list[Any]:
-    """Return what each ``except`` of the handler at ``target`` names; BaseException where it names nothing."""
+    """Return what each ``except`` of the handler at ``target`` names; BaseException where it names nothing.
+
+    So are ``except A: ... except (B, C): ... except: ...`` compiled, and read here::
+
+        PUSH_EXC_INFO                                                    begins each handler
+        LOAD_GLOBAL A, CHECK_EXC_MATCH                                   found: A
+        POP_JUMP_IF_FALSE x                                              no match: the next clause
+     x: LOAD_GLOBAL B, LOAD_GLOBAL C, BUILD_TUPLE 2, CHECK_EXC_MATCH     found: A, B, C
+        POP_JUMP_IF_FALSE y
+     y: POP_TOP                                                          found: A, B, C, BaseException
+
+    Behind the last clause there is a RERAISE at ``y``, and other code at once in ``finally`` and ``with``. ``except*``
+    has CHECK_EG_MATCH; there a clause that did not match leaves a None, and the next one begins by dropping it.
+    """
     found: list[Any] = []
-    place: int | None = code.places.get(target)
+    place = code.places.get(target)
+    if place is None or code.instructions[place].opname != "PUSH_EXC_INFO":
+        return found  # the compiler's own: it puts something back, and raises the error again
+    starred = False
     while place is not None:
         # The expression after ``except`` is evaluated as the interpreter would, as far as it only looks names up.
         stack: list[Any] = []
+        matched = False
+        following: int | None = None
         for instruction in code.instructions[place:]:
             name = instruction.opname
-            if name == "POP_TOP" and not stack and not found:
-                return [BaseException]  # except: ...
-            if name in _MATCHES:
-                found += stack.pop() if stack and isinstance(stack[-1], tuple) else stack[-1:]
-                place = None
-            elif name.startswith("POP_JUMP") and place is None:  # no match: the next clause
-                place = code.places.get(instruction.argval)
-                break
-            elif not _evaluate(instruction, stack, frame):
+            if matched:
+                if name.startswith("POP_JUMP"):
+                    following = code.places.get(instruction.argval)
+                    break
+            elif name in _MATCHES:
+                # A clause names one class, or a tuple of them.
+                named = _UNKNOWN if any(each is _UNKNOWN for each in stack) else stack[-1]
+                found += named if isinstance(named, tuple) else (named,)
+                matched, starred = True, name == "CHECK_EG_MATCH"
+            elif name == "POP_TOP" and not stack:
+                if not starred:
+                    return [*found, BaseException]
+            elif name.startswith(_STATEMENTS):
                 return found
+            else:
+                _evaluate(instruction, stack, frame)
+        place = following
     return found
 
 
-def _evaluate(instruction: dis.Instruction, stack: list[Any], frame: FrameType) -> bool:
-    """Run one instruction of the expression after ``except``; False where it is none of such an expression."""
+def _evaluate(instruction: dis.Instruction, stack: list[Any], frame: FrameType) -> None:
+    """Run one instruction of the expression after ``except``, or put _UNKNOWN on the stack: the whole is unknown."""
     name, argument = instruction.opname, instruction.argval
     if name in _NAMES or name.startswith("LOAD_FAST"):
         scopes = (frame.f_locals, frame.f_globals, frame.f_builtins)
         stack.append(next((scope[argument] for scope in scopes if argument in scope), _UNKNOWN))
     elif name in ("LOAD_ATTR", "LOAD_METHOD") and stack:
         stack[-1] = getattr(stack[-1], argument, _UNKNOWN)
-    elif name == "BUILD_TUPLE" and instruction.arg:
+    elif name == "BUILD_TUPLE" and instruction.arg and instruction.arg <= len(stack):
         stack[-instruction.arg :] = [tuple(stack[-instruction.arg :])]
-    elif name not in ("PUSH_EXC_INFO", "PUSH_NULL", "COPY", "SWAP"):
-        return False
-    return True
+    elif name not in _BESIDE and not (name == "BUILD_LIST" and not instruction.arg):  # an empty one, in ``except*``
+        stack.append(_UNKNOWN)
 
 
 def _may_be_raised(caught: Any) -> bool:
@@ -151,7 +182,8 @@ _OURS: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.
 _STDLIB: Final = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _CHECKPOINT_FILE: Final = os.path.join(_TORCH, "utils", "checkpoint.py")
 
-#: What a frame is to the search for the user's line; most are nothing.
+#: What a frame is to the search for the user's line: of no interest, the user's (with ``try`` or ``with`` in its code),
+#: torch's checkpoint, the ``forward`` of a library, or the frame that began the trace.
 _NOTHING, _USER, _USER_WITH_HANDLERS, _CHECKPOINT, _FORWARD, _STOP = range(6)
 
 
@@ -176,8 +208,8 @@ class SourceLines:
     def user_frame(self, frame: FrameType | None) -> tuple[FrameType | None, str | None]:
         """Return the innermost user frame from ``frame`` outwards, and why no op can be recorded here, if so.
 
-        An activation checkpoint lies on the way, or a handler that would catch what the op raises. In models made of
-        torch's own modules only, no frame is the user's: the innermost ``forward`` stands in.
+        Reasons: an activation checkpoint lies on the way, or a handler that would catch what the op raises. In models
+        made of torch's own modules only, no frame is the user's: the innermost ``forward`` stands in.
         """
         found: FrameType | None = None
         forward: FrameType | None = None
@@ -193,7 +225,7 @@ class SourceLines:
                 why = CHECKPOINTS
             elif kind == _FORWARD:
                 forward = forward or frame
-            elif kind:
+            elif kind != _NOTHING:  # the user's
                 found = found or frame
                 if kind == _USER_WITH_HANDLERS and why is None and (caught := catches(frame)) is not None:
                     why = f"catches {caught} around ops"

@@ -44,7 +44,7 @@ from fxprec.capture.code_reads import Key, Read, code_reads, strings_in
 from fxprec.capture.facts import Expected, Fact, lacking, remembered
 from fxprec.capture.guard_values import CONTAINERS, contents, is_container, is_plain
 from fxprec.capture.symbolic.opaque_code import Why, unpatched
-from fxprec.capture.symbolic.questions import questions, unheard
+from fxprec.capture.symbolic.questions import questions, wrong_answer
 from fxprec.capture.symbolic.source import ends_errors
 from fxprec.capture.untouched import Contents
 from fxprec.capture.user_code import is_library, is_stdlib, is_torchs, is_trusted
@@ -336,7 +336,7 @@ class Surroundings:
         if ends_errors(code):
             self._stop_at(code, (), "may end an error that an op raises")
         for question in questions(code):
-            self._stop_at(code, (question.offset,), functools.partial(unheard, question))
+            self._stop_at(code, (question.offset,), functools.partial(wrong_answer, question))
         # Past these names a trace sees nothing; the names in the code are those that it may ask classes for.
         for name in _INSIDE.intersection(found.names):
             self._stop_at(code, found.names[name], f"reads {name}, past all that is watched")

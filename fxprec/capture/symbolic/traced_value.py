@@ -35,6 +35,7 @@ from fxprec.torch_internals import for_fx, node_name_of
 
 #: Torch turns warnings off and on to answer.
 _is_method: Final = functools.lru_cache(4096)(is_tensor_method_or_property)
+#: Attributes of the proxies themselves. To set any other is the forward's doing.
 _OWN: Final = frozenset({"tracer", "node", "root", "attr", "_node", "tensor", "rank", "channels"})
 _IN_PLACE: Final = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 #: What autograd keeps beside a tensor's values: set or None, depending on earlier calls.
@@ -53,7 +54,8 @@ class TracedValue(Proxy):
     def __torch_function__(
         cls, orig_method: Any, types: Any, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # As fx has it, but for a walk through all arguments in search of other tracers: create_arg meets them.
+        # As fx has it, without its search of all arguments for proxies of other tracers: create_arg meets and declines
+        # those.
         if not args or not issubclass(type(args[0]), TracedValue) or isinstance(orig_method, for_fx):
             return super().__torch_function__(orig_method, types, args, kwargs)
         tracer, name = args[0].tracer, orig_method.__name__
@@ -65,18 +67,29 @@ class TracedValue(Proxy):
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        # isinstance() and case ask for it when the real type does not match. A question of the user's own may be told
-        # Tensor; torch and fx get the real type.
+        """Return the class that ``isinstance`` and ``case`` ask for where the real type does not match.
+
+        ==============================================  ============================================================
+        who asks                                        what they get
+        ==============================================  ============================================================
+        ``isinstance``, ``case`` in the user's code     Tensor (of a weight its type), where the answer is certain;
+                                                        else the trace is declined, as for ``x.__class__``
+        a function of torch's that this code calls      the real type: it would take a Tensor for one in memory
+        ``torch.is_tensor``, ``nn.Parameter``           likewise Tensor, or declined if it may be no tensor
+        ``functools.singledispatch``                    declined: it keeps the function that it found for a class
+        other code of torch, fx and libraries           the real type
+        ==============================================  ============================================================
+        """
         frame = asking = sys._getframe(1)
         code = frame.f_code
-        if code.co_name == "__instancecheck__" and frame.f_back is not None:  # of a metaclass
+        # A metaclass with an ``__instancecheck__`` in Python asks on behalf of the code that called isinstance.
+        if code.co_name == "__instancecheck__" and frame.f_back is not None:
             asking = frame.f_back
         if (asking is not frame or asks_for_classes(code)) and self.tracer.lines.is_user(asking.f_code):
             if (classes := classes_asked_for(asking)) is NOT_ASKED:
                 return type(self)
             self._belongs_to(classes)
             return self._claimed()
-        # singledispatch asks for the class, and takes what it finds for good.
         if code.co_filename == functools.__file__:
             self.tracer.decline("chooses a function by the type of a traced value")
         return self._claimed() if code in _ASKS_FOR_USER else type(self)
@@ -88,12 +101,15 @@ class TracedValue(Proxy):
             self.tracer.decline("asks for the type of a traced value")
 
     def _is_clear(self, cls: type) -> bool:
+        """Return whether each tensor is an instance of ``cls``, or none, and the proxy gives the same answer."""
+        # A traced value may be a Parameter, say, in one call and none in another.
         if issubclass(cls, Tensor):
             return cls is Tensor
-        # Which asks a tensor in memory for its dtype.
+        # torch.FloatTensor's metaclass asks a tensor in memory for its dtype.
         if isinstance(cls, type(torch.FloatTensor)):
             return False
-        return issubclass(Tensor, cls) or not issubclass(type(self), cls)  # Callable
+        # Clear: ``object`` (all are one) and ``dict`` (none is). Not clear: ``Callable`` (only proxies are one).
+        return issubclass(Tensor, cls) or not issubclass(type(self), cls)
 
     def _claimed(self) -> type:
         if not _is_tensor(self.node):
@@ -101,6 +117,11 @@ class TracedValue(Proxy):
         return Tensor
 
     def __getattr__(self, name: str) -> Any:
+        """Record an attribute that tensors have, or whatever this value may have if it is perhaps no tensor.
+
+        One that tensors lack declines the trace where the user's code asks; torch's and libraries' code is told that
+        there is none, as all are of names like ``__array__`` that the class has not.
+        """
         if not name.startswith("__") and not hasattr(Tensor, name) and _is_tensor(self.node):
             if self.tracer.lines.is_user(sys._getframe(1).f_code):
                 self.tracer.decline(f"asks for the attribute '{name}', which only a caller may have set on a tensor")
@@ -169,7 +190,7 @@ def _is_tensor(node: Node) -> bool:
     rule = None if op is None or _is_number(node) else rule_of(op.name)
     if rule is None or not isinstance(rule.result, str):
         return False
-    return rule.result not in ("none", "unknown") and not rule.result.endswith("*")
+    return rule.result not in ("none", "unknown") and not rule.result.endswith("*")  # "*": several tensors
 
 
 def _is_number(node: Node) -> bool:
@@ -199,6 +220,7 @@ class TracedTensor(TracedValue):
     tensor: Tensor
 
     def _is_clear(self, cls: type) -> bool:
+        # It is the same tensor at each call, so its own class tells of all kinds of tensors.
         return issubclass(cls, Tensor) or super()._is_clear(cls)
 
     def _claimed(self) -> type:

@@ -73,6 +73,43 @@ def no_class(self: Any, x: Tensor) -> Tensor:
         return self.fc(x)
 
 
+def no_class_behind_others(self: Any, x: Tensor) -> Tensor:
+    try:
+        return self.fc(x @ x)
+    except KeyError:
+        return x
+    except:  # noqa: E722
+        return self.fc(x)
+
+
+def starred(self: Any, x: Tensor) -> Tensor:
+    try:
+        x = x @ x
+    except* KeyError:
+        x = x + 1
+    except* RuntimeError:
+        pass
+    return self.fc(x)
+
+
+def errors() -> tuple[type[Exception], ...]:
+    return KeyError, RuntimeError
+
+
+def computed_classes(self: Any, x: Tensor) -> Tensor:
+    try:
+        return self.fc(x @ x)
+    except errors():
+        return self.fc(x)
+
+
+def chosen_class(self: Any, x: Tensor) -> Tensor:
+    try:
+        return self.fc(x @ x)
+    except RuntimeError if self.training else KeyError:  # noqa: B030
+        return self.fc(x)
+
+
 def outer(self: Any, x: Tensor) -> Tensor:
     try:
         try:
@@ -127,6 +164,16 @@ def at_the_end(self: Any, x: Tensor) -> Tensor:
         del self
 
 
+def other_errors_starred(self: Any, x: Tensor) -> Tensor:
+    try:
+        x = self.fc(x)
+    except* KeyError:
+        x = x + 1
+    except* Own:
+        pass
+    return x
+
+
 def not_around_ops(self: Any, x: Tensor) -> Tensor:
     try:
         scale = 1 / len(self._modules)
@@ -148,7 +195,10 @@ def net(forward: Callable[..., Any]) -> nn.Module:
 
 @pytest.mark.parametrize(
     "forward",
-    [one_clause, second_clause, no_class, outer, by_a_callee, suppressed, by_an_exit, by_a_generator],
+    [
+        *(one_clause, second_clause, no_class, no_class_behind_others, starred, computed_classes, chosen_class),
+        *(outer, by_a_callee, suppressed, by_an_exit, by_a_generator),
+    ],
     ids=lambda forward: forward.__name__,
 )
 def test_an_error_of_an_op_is_caught_as_in_the_model(forward: Callable[..., Any]) -> None:
@@ -163,7 +213,9 @@ def test_an_error_of_an_op_is_caught_as_in_the_model(forward: Callable[..., Any]
             torch.testing.assert_close(model(x), value, atol=2e-2, rtol=2e-2, check_dtype=False)
 
 
-@pytest.mark.parametrize("forward", [other_errors, at_the_end, not_around_ops], ids=lambda forward: forward.__name__)
+@pytest.mark.parametrize(
+    "forward", [other_errors, other_errors_starred, at_the_end, not_around_ops], ids=lambda forward: forward.__name__
+)
 def test_handlers_that_catch_nothing_of_ops_stay_static(forward: Callable[..., Any]) -> None:
     model, _ = fxprec.convert(net(forward), (torch.randn(8, 8),), capture="symbolic", dtype=torch.bfloat16)
     assert model(torch.randn(4, 8)).shape == (4, 8)
