@@ -3,10 +3,11 @@
 ::
 
     def forward(self, x):                 CodeReads(
-        if DEBUG:                             reads=(Read("global", "DEBUG", (), 4),
-            log.info("called")                       Read("global", "log", ("info",), 18),
-        return x / config.scale                      Read("global", "config", ("scale",), 52)),
-                                              names={"info", "scale"}, strings={"called"}, nested=())
+        if DEBUG:                             reads=(Read("global", "DEBUG", (), (2,)),
+            log.info("called")                       Read("global", "log", ("info",), (16, 28)),
+        return x / config.scale                      Read("global", "config", ("scale",), (70, 82))),
+                                              writes=(), names={"info": (28,), "scale": (82,)},
+                                              strings={"called"}, nested=())
 
 A read is a name and the attributes, or elements with a constant key, that directly follow it (``config.scale``,
 ``TABLE["a"]``); what happens to the value afterwards (it is passed on, kept, called) is not followed. The offsets tell
@@ -67,7 +68,8 @@ class CodeReads:
 
     Attributes:
         reads, writes: in the order of the code; the latter of a ``global`` or ``nonlocal`` name.
-        names: every attribute that is read of anything, with the offsets where.
+        names: the attributes that are read of anything, with the offsets where; those of a constant that follows a
+            name (``f("".join)``) are left out: no class of the user's gives them.
         strings: the constants that may be names of attributes, as in ``getattr(cls, "scale")``.
         nested: code objects of the functions, lambdas, comprehensions and classes within.
     """
@@ -89,7 +91,7 @@ def code_reads(code: CodeType) -> CodeReads:
     # Offsets of EXTENDED_ARG before an instruction: tracing may stop at either.
     prefix: tuple[int, ...] = ()
     # The read that the next attribute belongs to.
-    chain: Read | None = None
+    growing: Read | None = None
     constant: tuple[Any, tuple[int, ...]] | None = None  # loaded after it: perhaps a key
     # One pass over the instructions: a chain of attributes grows until another instruction ends it.
     for instruction in dis.get_instructions(code):
@@ -100,40 +102,42 @@ def code_reads(code: CodeType) -> CodeReads:
             continue
         if constant is None and (kind in _ATTRIBUTES or kind in _SUPER or kind == "IMPORT_FROM"):
             names[argument] = names.get(argument, ()) + offsets
-            if chain is not None and kind not in _SUPER:
-                chain = Read(chain.kind, chain.name, (*chain.chain, argument), chain.offsets + offsets)
-                # Others may follow, of the same module.
+            if growing is not None and kind not in _SUPER:
+                read = Read(growing.kind, growing.name, (*growing.chain, argument), growing.offsets + offsets)
+                # ``from m import a, b``: a read of m.a, and others may follow, of the same module.
                 if kind == "IMPORT_FROM":
-                    reads.append(chain)
-                    chain = Read(chain.kind, chain.name, chain.chain[:-1], chain.offsets)
+                    reads.append(read)
+                    read = Read(read.kind, read.name, growing.chain, read.offsets)
+                growing = read
             continue
         # A constant behind a name may be the key of a subscript, or the next argument: the next instruction tells.
-        if chain is not None and constant is None and kind in _CONSTANTS:
+        if growing is not None and constant is None and kind in _CONSTANTS:
             constant = argument, offsets
             continue
-        if chain is not None and constant is not None and _is_subscript(instruction):
+        if growing is not None and constant is not None and _is_subscript(instruction):
             key, more = constant
-            chain = Read(chain.kind, chain.name, (*chain.chain, Key(key)), chain.offsets + more + offsets)
+            growing = Read(growing.kind, growing.name, (*growing.chain, Key(key)), growing.offsets + more + offsets)
             constant = None
             continue
         constant = None
-        if chain is not None and kind != "STORE_FAST":
-            # Skip a bare ``import m`` whose names were listed already.
-            if not (chain.kind == "import" and reads and reads[-1].name == chain.name and reads[-1].chain):
-                reads.append(chain)
-            chain = None
+        # A STORE_FAST does not end it: ``from m import a, b`` is IMPORT_FROM, STORE_FAST, IMPORT_FROM, STORE_FAST.
+        if growing is not None and kind != "STORE_FAST":
+            # What is left of such an import is m alone, whose names were listed already.
+            if not (growing.kind == "import" and reads and reads[-1].name == growing.name and reads[-1].chain):
+                reads.append(growing)
+            growing = None
         # Anything else ends the chain, and may begin one.
         if kind in _GLOBALS:
-            chain = Read("global", argument, (), offsets)
+            growing = Read("global", argument, (), offsets)
         elif kind in _CLOSURES and argument in free:
-            chain = Read("closure", argument, (), offsets)
+            growing = Read("closure", argument, (), offsets)
         elif kind == "IMPORT_NAME":
-            chain = Read("import", argument, (), offsets)
+            growing = Read("import", argument, (), offsets)
         elif kind in _WRITES:
             if _WRITES[kind] == "global" or argument in free:
                 writes.append(Read(_WRITES[kind], argument, (), offsets))
-    if chain is not None:
-        reads.append(chain)
+    if growing is not None:
+        reads.append(growing)
     nested = tuple(constant for constant in code.co_consts if isinstance(constant, CodeType))
     return CodeReads(tuple(reads), tuple(writes), names, frozenset(strings_in(code.co_consts)), nested)
 

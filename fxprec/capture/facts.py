@@ -38,8 +38,8 @@ class Fact(NamedTuple):
         ask: answers the question, of a subject; at best a function in C, since each call runs it.
         subject: what it is asked of. One subject may stand for many, as a list of all functions does.
         expected: the answer, which must be the same object or an equal one.
-        change: says what has changed, once something has, or None; or the subject's name, where the old and the new
-            answer say enough.
+        change: a function that says what has changed, or None if it cannot tell; or a label ("the environment"): the
+            reason is then "the environment changed from OLD to NEW".
     """
 
     ask: Callable[[Any], Any]
@@ -70,19 +70,21 @@ class CapturedFacts:
             return None
         # Only now one by one, in Python: it is slower, and names what it was.
         for ask, subject, expected, change in self._facts:
+            now: Any = None
             try:
-                if ask(subject) == expected:
+                now = ask(subject)
+                if now == expected:
                     continue
-            except Exception:
+            except Exception:  # as in ``hold``
                 pass
             if isinstance(change, str):
-                return f"{change} changed from {shown(expected)} to {shown(ask(subject))}"
+                return f"{change} changed from {shown(expected)} to {shown(now)}"
             return change() or "an attribute changed"
         return None
 
 
 def fact_of(check: Any) -> Fact:
-    """Return the fact that a check holds, which needs Python code; it has ``hold`` and ``change``."""
+    """Return a fact that asks an object's own ``hold()``, and explains by its ``change()``, in Python."""
     return Fact(type(check).hold, check, True, check.change)
 
 
@@ -179,7 +181,10 @@ def _first_change(values: Iterable[Expected]) -> str | None:
 
 
 class _Exact:
-    """Values that must be the very same objects; one that no program can tell from the old is kept in its place."""
+    """Values that must be the very same objects, or of the same type and value, as ``same`` has it.
+
+    Such another object becomes the one to compare with from then on, so that ``is`` serves at the next call.
+    """
 
     def __init__(self, values: Sequence[Expected]) -> None:
         self._getters = [_getter(each.scope, (each.name,)) for each in values]
@@ -321,24 +326,30 @@ class Lookups:
 
     ``nn.Module.__getattr__`` finds a parameter, buffer or child only where Python finds no attribute of the name. So
     ``vars(m)["weight"] = w`` and ``type(m).weight = w`` change what ``m.weight`` is, and no parameter. As long as
-    instances and classes have as many attributes as they had, nothing else is asked.
+    instances and classes have as many attributes as they had, and the same one last, nothing else is asked.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [module for module in modules if any(_parts(module))]
         bases = dict.fromkeys(base for cls in {*map(type, self._modules)} for base in cls.__mro__[:-1])
         self._namespaces = [*map(vars, self._modules), *map(vars, bases)]
-        self._sizes = [*map(len, self._namespaces)]
+        self._from_last = [namespace.__reversed__ for namespace in self._namespaces]
         self._hidden = [*map(_hidden, self._modules)]
+        self._measure()
+
+    def _measure(self) -> None:
+        self._sizes = [*map(len, self._namespaces)]
+        self._last = [*map(next, map(_ask, self._from_last))]
 
     def hold(self) -> bool:
         """Return whether the same names are hidden."""
-        # A name that hides another is one more in its namespace.
-        sizes = [*map(len, self._namespaces)]
-        if sizes != self._sizes:
-            if [*map(_hidden, self._modules)] != self._hidden:
-                return False
-            self._sizes = sizes
+        # A name that hides another is one more in its namespace; where another one left it, the new one is the last.
+        same_sizes = [*map(len, self._namespaces)] == self._sizes
+        if same_sizes and all(map(is_, map(next, map(_ask, self._from_last)), self._last)):
+            return True
+        if [*map(_hidden, self._modules)] != self._hidden:
+            return False
+        self._measure()
         return True
 
     def change(self) -> str | None:
@@ -358,7 +369,10 @@ def _parts(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def _hidden(module: nn.Module) -> tuple[set[str], Any, bool]:
-    """Return hidden names, and what else a class looks names up by: in a trace nn.Module's lookup is patched."""
+    """Return hidden names, and what else a class looks names up by.
+
+    Of ``__getattribute__`` only whether it is nn.Module's, which is a replacement while a trace runs.
+    """
     attributes, cls = vars(module), type(module)
     names = {name for part in _parts(module) for name in part}
     found = names.intersection(attributes).union(*[names.intersection(vars(base)) for base in cls.__mro__])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxprec
-from fxprec.capture.facts import Ties, slots_of
+from fxprec.capture.facts import CapturedFacts, Fact, Ties, slots_of
 from fxprec.capture.symbolic.trace import trace_static
 
 X = torch.randn(4, 8)
@@ -127,3 +127,44 @@ def test_a_model_that_is_dropped_is_freed():
         del model
         gc.collect()
         assert left() is None
+
+
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+@pytest.mark.parametrize("place", [vars, type], ids=["object", "class"])
+def test_an_attribute_that_hides_a_parameter_takes_the_place_of_another(place, capture):
+    class Scale(nn.Module):
+        other = 1
+
+        def __init__(self):
+            super().__init__()
+            self.factor, self.scratch = nn.Parameter(torch.ones(8)), 1
+
+        def forward(self, x):
+            return x * self.factor
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.scale = nn.Linear(8, 8), Scale()
+
+        def forward(self, x):
+            return self.scale(self.fc(x))
+
+    model = fxprec.convert(Net(), dtype=torch.bfloat16, capture=capture).module
+    assert model(X).abs().max() > 0
+    # As many attributes as before.
+    if place is vars:
+        del model.scale.scratch
+        vars(model.scale)["factor"] = torch.zeros(8)
+    else:
+        del Scale.other
+        Scale.factor = torch.zeros(8)
+    assert model(X).abs().max() == 0
+
+
+def test_a_label_of_a_fact_whose_question_fails_is_told():
+    held = {"a": 1}
+    facts = CapturedFacts([Fact(held.__getitem__, "a", 1, "the entry")])
+    assert facts.failing() is None
+    del held["a"]
+    assert facts.failing() == "the entry changed from 1 to None"

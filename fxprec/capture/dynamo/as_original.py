@@ -67,7 +67,7 @@ def traced(
             try:
                 run(frame)
             finally:
-                # They leave the regions that the trace is in.
+                # They leave the autocast regions that the frame is in where its trace ends, and so come first.
                 frame.output.call_cleanup_hooks()
 
     # The dtypes come last, so that they are followed before a look at the node ends the trace.
@@ -102,7 +102,7 @@ def _refuse_to_tell(variable: Any, frame: Any, *_: Any, **__: Any) -> None:
 def _create_with_autocasts_own_dtype(
     create: Callable[..., Any], tracer: Any, op: str, target: Any, args: Any = None, *rest: Any, **more: Any
 ) -> Any:
-    # It is entered already, and the net has another default.
+    # Without a dtype the region has autocast's default. The graph runs in the net, whose default is another one.
     if target is enter_autocast and args[1] is None:
         args = (args[0], torch.get_autocast_dtype(args[0]), *args[2:])
     return create(tracer, op, target, args, *rest, **more)
@@ -145,7 +145,7 @@ def tensor_dtypes_followed(first: bool) -> contextlib.AbstractContextManager[Non
             instead_of(classes.tensor, "call_method", followed.call_method),
             instead_of(classes.torch_function, "call_function", followed.call_function),
             instead_of(classes.graph, "create_node", followed.create_node),
-            instead_of(classes.user_class, "call_function", followed.make),
+            instead_of(classes.user_class, "call_function", followed.call_of_class),
             instead_of(classes.constant, classes.attribute, followed.attribute),
         ]
     )
@@ -194,7 +194,7 @@ class _FollowedDtypes:
             node.meta["names_tensors_dtype"] = True
         return node
 
-    def make(self, call: Callable[..., Any], variable: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    def call_of_class(self, call: Callable[..., Any], variable: Any, frame: Any, args: Any, kwargs: Any) -> Any:
         made = call(variable, frame, args, kwargs)
         if variable.value is torch.finfo and self._any_marked(args, kwargs):
             self._limits[id(made)] = made
@@ -214,7 +214,7 @@ class _FollowedDtypes:
         return made
 
     def _marked(self, variable: Any, found: Any) -> Any:
-        """Return a variable of its own for the dtype of a tensor, or for its name, if it is the net's."""
+        """Return a variable of its own for the dtype of a tensor (of ``x.type()``, for its name) if it is the net's."""
         device = getattr(variable.device, "type", "")
         if found is None or device not in ("cpu", "cuda") or variable.dtype is not torch.get_autocast_dtype(device):
             return found
@@ -235,13 +235,11 @@ class _FollowedDtypes:
 def _is_low_by_net(node: Node, first: bool, known: dict[Node, bool]) -> bool:
     """Return whether a low tensor of the traced graph would be FP32 without the net.
 
-    Low are what the user gave (inputs of the first frame, parameters) and casts that name the dtype, and what is made
-    of these alone. Of what comes from elsewhere (an earlier frame, the caller of a body) nobody can tell: the net made
-    it.
+    Low without it, too, are what the user gave (inputs of the first frame, parameters) and casts that name the dtype,
+    and what is made of these alone. Of what comes from elsewhere (an earlier frame, the caller of a body) nobody can
+    tell: it counts as made by the net.
     """
     if node not in known:
-        # Only ends an endless recursion; a graph has no cycles.
-        known[node] = True
         # What the user gave is low by the user's will; what comes from an earlier frame may be the net's.
         value = node.meta.get("example_value")
         if node.op in ("placeholder", "get_attr"):

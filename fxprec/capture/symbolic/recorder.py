@@ -201,7 +201,7 @@ class Recorder:
         """Return the guards of everything read so far."""
         found = self.surroundings
         # A class is asked for without a read of its module.
-        if (why := found.guard_classes(self._classes)) is not None:
+        if (why := found.guard_model_classes(self._classes)) is not None:
             self._decline(f"asks for types, and may read {why}")
         # Tensors outside of the model are constants: their shapes may have been read.
         for label, tensor in found.tensors.values():

@@ -15,10 +15,38 @@ of the user's, a dict) are found in the bytecode, before a function is called:
 
 A value that code gets hold of is looked through (``look_at``): of a function its code is read, of a class the
 attributes that code may ask for are guarded, of a container what is in it. Each of these may lead to further values.
-Wherever the walk ends at something that may change unseen, it says why, and the trace must not get there.
+Wherever the walk ends at something that may change unseen, it says why, and the trace must not get there. For example::
+
+    class Settings:
+        scale = 2.0
+        rng = random.Random(0)
+
+    def helper(x, settings):
+        return x * settings.scale          # may name Settings.scale; with .rng in its place: opaque
+
+    def forward(self, x):
+        return helper(self.fc(x), Settings)
+
+    look_at(forward)  reads its code: the globals helper and Settings
+    look_at(helper)   reads its code: no globals, the name "scale"; fact: ``helper`` is this function, with this code
+    look_at(Settings) facts: ``Settings`` is this class, ``Settings.scale`` is 2.0; nobody has named "rng" so far
+
+Which attributes of a class matter depends on the names in all code that the trace may run, since code may get a class
+in many ways. Names and classes come up in any order:
+
+- Each class is compared with the names that are known when it is met, and each later name with the classes met before
+  (``_may_name``). Each of the two also has the fact that a class goes on lacking a name that it lacks (``absent``).
+- A class with an opaque attribute of a known name is opaque: the trace stops where code reads the class.
+- Where the class came first, the trace has let it pass: then it stops at the code that has the name, of the function in
+  which it comes up and of each one after that.
 
 Code of large packages leads to thousands of functions that a forward never calls. So the walk reads the code of some
 functions at once; that of others is read when the trace calls them, before their first instruction.
+
+To change it safely: what ends as opaque costs a slower capture by dynamo; what passes unguarded gives a stale graph, or
+a number built in, without an error. Read through dicts (``_namespace``), and not by ``getattr``, which would run the
+user's properties once more than the model does. What was found harmless on the way to something opaque may have been
+found so by way of a circle, and is looked at again (``_forget``).
 """
 
 from __future__ import annotations
@@ -71,7 +99,7 @@ _BUILTINS: Final = (
     types.MemberDescriptorType,
 )
 _made: Final = make_dataclass("_made", [("listed", list, field(default_factory=list))])
-#: What a generated ``__init__`` has as the default of a field with a factory.
+#: The object that a generated ``__init__`` has as the default of a field with a factory.
 _FACTORY: Final = inspect.signature(_made).parameters["listed"].default
 #: Objects of the standard library that cannot change.
 _UNCHANGING: Final[tuple[Any, ...]] = (
@@ -133,10 +161,18 @@ class Surroundings:
         self._when_called = when_called
         # Each guard once, by where it looks: the first look, before the trace runs, is the one that counts.
         self._expected: dict[tuple[int, Any], Expected] = {}
-        # With the object, so that its id stays its own.
+        # Values by id, with why they are opaque (so far None for those that are being looked at), and with the object,
+        # so that its id stays its own.
         self._looked_at: dict[int, tuple[Any, str | None]] = {}
-        self._codes: set[tuple[int, int, tuple[int, ...]]] = set()
-        self._classes: set[type] = set()
+        self._looks = 0
+        # Values that were met once more while they were being looked at: they lead back to themselves.
+        self._in_circles: set[int] = set()
+        self._being_looked_at: set[int] = set()
+        self._codes: dict[tuple[int, int, tuple[int, ...]], None] = {}
+        # With why code must not get hold of a class, by the names that were known when it was met.
+        self._classes: dict[type, str | None] = {}
+        # Names that came up when a class had passed that has something opaque under them, and why.
+        self._opaque_names: dict[str, str] = {}
         # By the globals that must not hide them.
         self._builtins: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self._names: set[str] = set()
@@ -176,20 +212,41 @@ class Surroundings:
             if isinstance(value, Tensor):
                 self.tensors[id(value)] = label or "a tensor", value
             return None
-        known = self._looked_at.get(id(value))
-        if known is None:
-            # A function ends the walk there: its code is read when it is called.
-            too_deep = self._depth >= _DEEPEST and type(value) is not types.FunctionType
-            if too_deep or len(self._looked_at) >= _MOST:
-                return f"{label or 'an object'}, through more objects than a trace is checked for"
-            # It may hold itself: whoever meets it within takes it for harmless until the walk is done with it.
-            self._looked_at[id(value)] = value, None
-            self._depth += 1
-            try:
-                known = self._looked_at[id(value)] = value, self._look_through(value, label)
-            finally:
-                self._depth -= 1
-        return known[1]
+        key = id(value)
+        known = self._looked_at.get(key)
+        if known is not None:
+            if key in self._being_looked_at:
+                self._in_circles.add(key)
+            return known[1]
+        # A function ends the walk there: its code is read when it is called.
+        too_deep = self._depth >= _DEEPEST and type(value) is not types.FunctionType
+        if too_deep or self._looks >= _MOST:
+            return f"{label or 'an object'}, through more objects than a trace is checked for"
+        # It may hold itself: whoever meets it within takes it for harmless until the walk is done with it.
+        self._looked_at[key] = value, None
+        self._being_looked_at.add(key)
+        before = len(self._looked_at), len(self._codes), len(self._classes)
+        self._looks += 1
+        self._depth += 1
+        try:
+            why = self._look_through(value, label)
+        finally:
+            self._depth -= 1
+            self._being_looked_at.discard(key)
+        if why is not None and key in self._in_circles:
+            self._forget(*before)
+        self._looked_at[key] = value, why
+        return why
+
+    def _forget(self, *before: int) -> None:
+        """Forget all but so many values, code objects and classes: those since were looked at on the way to another.
+
+        That one turned out to be opaque, and whatever led back to it took it for harmless. (Guards that were made stay:
+        they are right.)
+        """
+        for known, count in zip((self._looked_at, self._codes, self._classes), before, strict=True):
+            while len(known) > count:
+                known.popitem()
 
     def _look_through(self, value: Any, label: str) -> str | None:
         """Do what ``look_at`` does for one value that was not met before, by its kind.
@@ -246,6 +303,7 @@ class Surroundings:
         values = [*values]
         for value in values:
             if is_container(value) and not is_plain(value):
+                # In a scope of our own: the object goes on holding it, and only what is in it may change.
                 self._guard(f"what {label} holds", {label: value}, label, value)
         return self._look_at_all(values)
 
@@ -318,12 +376,13 @@ class Surroundings:
         Args:
             code: of a function that was found before the trace calls it.
             scope: its globals.
-            outer: cells of its closure, there before: not those of variables of functions that are traced as well.
+            outer: those cells of its closure that were there before the trace. Variables of a traced function around it
+                are made by the trace itself.
         """
         key = id(code), id(scope), tuple(map(id, outer.values()))
         if key in self._codes:
             return
-        self._codes.add(key)
+        self._codes[key] = None
         found = code_reads(code)
         # What it reads outside is guarded, or stops the trace where it is read; what it writes there always does.
         for read in found.reads:
@@ -332,7 +391,7 @@ class Surroundings:
         for write in found.writes:
             if write.kind == "global" or write.name in outer:
                 self._stop_at(code, write.offsets, f"sets the {write.kind} variable {write.name}")
-        # A graph raises when it runs and not when it is traced, and a proxy does not hear each question.
+        # A graph raises when it runs and not when it is traced, and a proxy answers some questions otherwise.
         if ends_errors(code):
             self._stop_at(code, (), "may end an error that an op raises")
         for question in questions(code):
@@ -352,8 +411,10 @@ class Surroundings:
         new = names - self._names
         self._names |= new
         self.asks_types = self.asks_types or "__class__" in new
-        reasons = [self._guard_named(cls, new) for cls in (*self._classes,)] if new else ()
-        return next(filter(None, reasons), None)
+        for cls in (*self._classes,) if new else ():
+            for name, why in self._guard_attributes(cls, new).items():
+                self._opaque_names.setdefault(name, why)
+        return next((self._opaque_names[name] for name in sorted(names & self._opaque_names.keys())), None)
 
     # Names: what stands in globals, closures and modules, and attributes from there on.
 
@@ -400,10 +461,7 @@ class Surroundings:
         return "a module that is imported only then"
 
     def _guard_path(self, label: str, value: Any, chain: tuple[str | Key, ...]) -> str | None:
-        """Guard attribute after attribute of a path (``config.scale``) while no code runs; return why not, or None.
-
-        Whoever reads an attribute here by ``getattr`` runs the user's properties once more than the model does.
-        """
+        """Guard attribute after attribute of a path (``config.scale``) while no code runs; return why not, or None."""
         # Guards are made only once the end of the chain turned out to be harmless: (scope, label, name) of each step.
         steps: list[tuple[Any, str, Any]] = []
         for name in chain:
@@ -433,7 +491,9 @@ class Surroundings:
             if isinstance(value, types.FunctionType):
                 self.contents.add(vars(value))
             elif isinstance(value, type) and isinstance(found, classmethod):
-                self.guard_class(value)
+                # It gets the class itself.
+                if (why := self.guard_class(value)) is not None:
+                    return why
             if _may_be_patched(value):
                 steps.append((value if isinstance(value, type) else scope, label, name))
             value = found
@@ -453,28 +513,31 @@ class Surroundings:
     # Classes: what traced code may ask them for.
 
     def guard_class(self, cls: type) -> str | None:
-        """Guard the attributes of a class that code reaches, of a module's those named; return why not, or None."""
+        """Guard the attributes of a class that code gets hold of; return why it must not get it, or None.
+
+        All attributes of a class of the user's; of a module or an Enum, which may have hundreds, those named in code.
+        """
         if issubclass(cls, torch.Generator):
             return "torch.Generator, whose numbers are other ones each time"
         own = [base for base in cls.__mro__ if not is_trusted(base)]
         if any(map(is_stdlib, own)):
             return f"the class {cls.__qualname__}, {_IMPURE}"
-        reasons = []
         if not is_trusted(type(cls)) and (own_code := self._names & vars(type(cls)).keys() - _OF_CLASSES):
             return f"{cls.__qualname__}.{min(own_code)}, of its metaclass"
-        # All attributes of a class of the user's; of a module or an Enum, which may have hundreds, those named in code.
         for base in own:
             if base not in self._classes:
-                self._classes.add(base)
+                self._classes[base] = None  # it may lead back to itself
                 self.contents.add(base)
-                named = self._names if issubclass(base, nn.Module | enum.Enum) else vars(base).keys()
-                reasons.append(self._guard_named(base, named))
-                # An inherited one is looked up through the class itself: no class before it may get it either.
+                names = self._names if issubclass(base, nn.Module | enum.Enum) else vars(base).keys()
+                reasons = self._guard_attributes(base, names)
+                self._classes[base] = next((why for name, why in reasons.items() if name in self._names), None)
+                # What ``cls`` gives for an inherited name. That no class before ``base`` gets it, whenever it comes
+                # up, is in ``absent``.
                 for name in self._names & vars(base).keys() - _OF_CLASSES if base is not cls else ():
                     self._guard_attribute(cls, name)
-        return next(filter(None, reasons), None)
+        return next(filter(None, map(self._classes.get, own)), None)
 
-    def guard_classes(self, classes: Collection[type]) -> str | None:
+    def guard_model_classes(self, classes: Collection[type]) -> str | None:
         """Guard what traced code may ask the model's classes and functions for; return why that cannot be, or None."""
         for function in [*self.functions] if self._asks_functions else ():
             for name in self._names & vars(function).keys():
@@ -493,22 +556,22 @@ class Surroundings:
         if base is None:
             return None
         raw = vars(base)[name]
-        if isinstance(raw, classmethod):
-            self.guard_class(cls)
+        if isinstance(raw, classmethod) and (why := self.guard_class(cls)) is not None:
+            return why
         if (why := self.look_at(raw, f"{cls.__qualname__}.{name}")) is None and not is_torchs(base):
             self._guard_attribute(cls, name)
         return why
 
-    def _guard_named(self, cls: type, names: Collection[str]) -> str | None:
-        """Guard these attributes of a class; return why one that traced code may read cannot be, or None."""
-        reasons = []
+    def _guard_attributes(self, cls: type, names: Collection[str]) -> dict[str, str]:
+        """Guard those of these attributes that a class itself has; return which cannot be, and why."""
+        opaque: dict[str, str] = {}
         for name in sorted(set(names) & vars(cls).keys() - _OF_CLASSES):
             why = self.look_at(vars(cls)[name], f"{cls.__qualname__}.{name}")
             if why is None:
                 self._guard_attribute(cls, name)
-            elif name in self._names:
-                reasons.append(f"{cls.__qualname__}.{name}: {why}")
-        return reasons[0] if reasons else None
+            else:
+                opaque[name] = f"{cls.__qualname__}.{name}: {why}"
+        return opaque
 
     def _guard_attribute(self, cls: type, name: str) -> None:
         if _plainly_read(cls, name):
