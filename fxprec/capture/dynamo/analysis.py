@@ -1,7 +1,8 @@
 """torch._dynamo's bytecode analysis, with a backend, a code object and a configuration of our own.
 
 Every graph that dynamo finds in a forward is handed to a ``GraphReceiver``; what dynamo leaves to the interpreter
-(between graph breaks, in a frame that it skips, beyond its recompile limit) is reported with the reason.
+(between graph breaks, in a frame that it skips, beyond its recompile limit) is reported with the reason. That code runs
+in the *net*: under torch.autocast in the conversion's dtype (``model/net.py``), which is on around each call.
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ _CONFIG: Final = {
     "allow_rnn": True,
     # A step counter: dynamic from its second value on.
     "allow_unspec_int_on_nn_module": True,
-    # To parameters: swap_tensors refuses those.
+    # Drops dynamo's weak references to parameters: torch.utils.swap_tensors refuses a tensor that has any.
     "invalidate_compile_context_weakrefs": True,
-    # Two more calls at each call, for profiles.
+    # Only profiles need it, and it takes two calls of Python's at each call.
     "record_runtime_overhead": False,
 }
 #: Before torch 2.13 dynamo skips inner guards while no module's dict changed; but a class, or a weight's dtype, may.
 _BEFORE_2_13: Final = {"use_recursive_dict_tags_for_guards": False, "skip_tensor_guards_with_matching_dict_tags": False}
-#: Whether dynamo keeps what it compiled, and counts how often, for each capture apart, in functions further in as well.
-#: Before torch 2.13 it does not: beyond its limit it runs whatever fits, also graphs of models that are gone.
+#: Whether dynamo's cache and its recompile limit are of each capture alone, of the functions that a forward calls, too.
+#: Before torch 2.13 they are not: beyond its limit it runs whatever fits, also graphs of models that are gone.
 ISOLATES: Final = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _OF_ITS_OWN: Final = {"isolate_recompiles": True} if ISOLATES else {}
 #: Skipped frames that hold no tensor work: torch's own, and those without tensors or operations on them.
@@ -92,7 +93,7 @@ class GraphReceiver(Protocol):
         ...
 
     def in_net(self, where: str, why: str) -> None:
-        """Note code outside our graphs, and the reason."""
+        """Note code that runs in the net, outside of our graphs, and the reason."""
         ...
 
     def seeing_through(self) -> contextlib.AbstractContextManager[Any]:
@@ -148,7 +149,8 @@ class DynamoCapture:
         try:
             output = self._run(*args, **kwargs)
         except BaseException:
-            # After an error dynamo never tries a function again, unless its code is reset.
+            # dynamo never tries a function again that it has skipped. After a call that failed these are reset, so that
+            # the next one tries them; after one that went through they stay with the interpreter.
             while skipped:
                 reset_code(skipped.pop())
             raise
@@ -166,14 +168,26 @@ class _FirstFrame(threading.local):
 
 
 class _Backend:
+    """dynamo's backend: what it calls with each graph, and what reports the code that got none.
+
+    dynamo tells few of its reasons; it counts all of them, in tables of its own. So the counts before a compilation are
+    kept (``listen``), and a reason whose count is higher afterwards was met in it.
+
+    Attributes:
+        within: why the graphs of the frame that is compiled now are parts of the method only; "" if it is the whole.
+    """
+
     def __init__(self, receiver: GraphReceiver) -> None:
         self._receiver = weakref.ref(receiver)
-        self._seen: dict[str, int] = {}
-        self._broken: dict[str, int] = {}
         self.within = ""
+        # dynamo's counts by reason: of what it could not take, and of graph breaks.
+        self._not_taken: dict[str, int] = {}
+        self._breaks: dict[str, int] = {}
+        # dynamo's tables that refer to weights of the graphs of this compilation.
         self._tables: list[Any] = []
 
     def __call__(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Report the break that ended a graph, if one did, and have the graph rewritten."""
         self._tables += tables_of_weights(gm)
         broken = getattr(gm, "compile_subgraph_reason", None)
         part = self.within
@@ -185,10 +199,12 @@ class _Backend:
             where = stack[-1] if stack else None
             why = str(broken.reason).strip().split("\n")[0]
             here = place(where.filename, where.lineno or 0, where.name) if where else "?"
-            why = "graph break: " + (self.given_up() or why if why == "step_unsupported" else why)
-            part = f"{here}: {why}"
-            self.receiver.in_net(here, why)
-            self._broken = dict(_counted("graph_break"))
+            if why == "step_unsupported":  # which says nothing
+                why = self.given_up() or why
+            part = f"{here}: graph break: {why}"
+            self.receiver.in_net(here, f"graph break: {why}")
+            # It is reported: ``compiled`` is not to report it again.
+            self._breaks = dict(_counted("graph_break"))
         return self.receiver.rewritten(gm, inputs, part)
 
     @property
@@ -199,27 +215,27 @@ class _Backend:
         return receiver
 
     def forget_weights(self) -> None:
-        """Clear dynamo's tables, which need not refer to weights any more."""
+        """Clear dynamo's tables after a compilation: ``swap_tensors`` refuses weights that they refer to weakly."""
         for table in self._tables:
             table.clear()
         self._tables.clear()
 
     def listen(self) -> None:
-        """Note what dynamo could not take so far."""
-        self._seen = dict(_counted("unimplemented"))
-        self._broken = dict(_counted("graph_break"))
+        """Note dynamo's counts before a compilation."""
+        self._not_taken = dict(_counted("unimplemented"))
+        self._breaks = dict(_counted("graph_break"))
 
     def given_up(self) -> str:
-        """Return the heading of what dynamo could not take since."""
-        return _latest("unimplemented", self._seen)
+        """Return the heading of what dynamo could not take in this compilation; "" if there was nothing."""
+        return _latest("unimplemented", self._not_taken)
 
     def broke_on_sparse(self) -> bool:
-        """Return whether it was a sparse tensor that dynamo could not take since."""
+        """Return whether it was a sparse tensor that dynamo could not take."""
         return "sparse Tensor" in self.given_up()
 
     def compiled(self, code: types.CodeType) -> None:
-        """Report a break that made no graph: nothing came before it."""
-        why = _latest("graph_break", self._broken)
+        """Report a break for which there was no graph, since nothing came before it."""
+        why = _latest("graph_break", self._breaks)
         if why:
             self.receiver.in_net(_place(code), f"graph break: {why}")
 
@@ -237,10 +253,14 @@ _MARKS: Final = frozenset({"mark_dirty", "mark_non_differentiable", "mark_shared
 
 
 class _Compiling:
-    """dynamo's compile callback, with our configuration around it, and an ear for functions that it skips.
+    """dynamo's compile callback, with our configuration around it; it reports the functions that dynamo skips.
 
-    A frame that dynamo fails to compile after others ran is left to the interpreter, which is in the net: to run the
-    whole forward again would repeat what it wrote. ``first`` tells, in each thread, of a failure before anything ran.
+    A frame that dynamo fails to compile after others ran is left to the interpreter, and so to the net: to run the
+    whole forward again would repeat what it wrote.
+
+    Attributes:
+        first: whether, in this thread, the first frame failed to compile: nothing ran before.
+        skipped: code objects that dynamo left to the interpreter in the present call.
     """
 
     def __init__(self, inner: Any, backend: _Backend, function: types.FunctionType, extra_guards: ExtraGuards) -> None:
@@ -257,11 +277,20 @@ class _Compiling:
         self._extra_guards = weakref.ref(extra_guards)
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compile a frame, unless it must not be, and report what became of it."""
         if _marks_tensors(frame):
             return skipped_frame("it tells autograd about its tensors, which dynamo leaves out")
         if others := self._backend.receiver.under_others():
             self._backend.receiver.in_net(_place(frame.f_code), others)
             return passed_frame()
+        result = self._compiled(frame, args, kwargs)
+        if self._backend.broke_on_sparse():
+            self._backend.receiver.met_sparse()
+        self._report(result, frame.f_code)
+        return result
+
+    def _compiled(self, frame: Any, args: Any, kwargs: Any) -> Any:
+        """Have dynamo compile a frame; return what it made, or a skipped frame where it failed behind the first one."""
         extra_guards = self._extra_guards()
         # It belongs to what runs this very call.
         assert extra_guards is not None
@@ -279,7 +308,7 @@ class _Compiling:
             extra_guards.frame(frame.f_code, frame.f_globals, frame.f_locals)
             self._backend.within = "" if self._is_first(frame) else f"a piece begins in {_place(frame.f_code)}"
             try:
-                result = traced(
+                return traced(
                     functools.partial(self._inner, frame, *args, **kwargs),
                     self._backend.receiver.without_net,
                     first=not self._backend.within,
@@ -288,21 +317,20 @@ class _Compiling:
                 if frame.f_code is self._code or not failed_while_tracing(error) or backend_error(error) is not None:
                     self.first.failed = frame.f_code is self._code
                     raise
-                result = skipped_frame(f"dynamo fails there: {(str(error).splitlines() or [type(error).__name__])[0]}")
+                return skipped_frame(f"dynamo fails there: {(str(error).splitlines() or [type(error).__name__])[0]}")
             finally:
                 self._backend.forget_weights()
-        if self._backend.broke_on_sparse():
-            self._backend.receiver.met_sparse()
-        code = frame.f_code
+
+    def _report(self, result: Any, code: types.CodeType) -> None:
+        """Report a frame that was skipped, or broke; nothing of generated code (``<string>``) and of our own."""
         if "<" in code.co_filename or code.co_filename.startswith(_OWN):
-            return result
+            return
         reason = self._skip_reason(result, code)
         if reason and not any(harmless in reason for harmless in _HARMLESS):
             self.skipped.append(code)
             self._backend.skipped(code, reason)
         else:
             self._backend.compiled(code)
-        return result
 
     def _is_first(self, frame: Any) -> bool:
         """Return whether a frame is the function's own, or the one that dynamo puts around torch's, which it skips."""
@@ -313,12 +341,12 @@ class _Compiling:
         """Return why dynamo leaves a function to the interpreter; None where it does not, or nothing is lost."""
         if hasattr(result, "skip_reason") or result is None:
             return getattr(result, "skip_reason", None)
-        # Torch < 2.13 keeps the reason to itself.
+        # Torch before 2.13 gives no reason with its result.
         if result.guarded_code is not None:
             return None
         if result.frame_exec_strategy.cur_action != FrameAction.SKIP:
             return _BEYOND_LIMIT
-        # Further in, most of these functions have no tensors.
+        # Most of the functions that a forward calls, and dynamo skips without a reason, have no tensors.
         untold = _UNTOLD if code is self._code else ""
         return self._backend.given_up() or untold
 
@@ -345,7 +373,7 @@ def _counted(category: str) -> dict[str, int]:
 
 
 def _latest(category: str, seen: dict[str, int]) -> str:
-    """Return the heading of the latest reason that was counted since."""
+    """Return the heading of a reason that was counted since, the last one in dynamo's table; "" if there is none."""
     new = [reason for reason, times in _counted(category).items() if times > seen.get(reason, 0)]
     return new[-1].rpartition("***\n\n")[2].split("\n")[0] if new else ""
 

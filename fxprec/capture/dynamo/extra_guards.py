@@ -17,8 +17,12 @@ of the model: a few microseconds for 60 modules.
 
 To change it safely: a guard too few leaves a stale graph in use, without an error; the rows of the table are tested one
 by one in ``tests/capture/dynamo/test_extra_guards.py``. A guard that fails without a change captures the model again at
-each call, until ``MOST_RESTARTS`` sends it to autocast: so nothing is compared here that is made anew at each look, as
-what a descriptor gives, and nothing is guarded that ends with the call (``lasting``).
+each call, until it was captured ``MOST_RESTARTS`` times (``model/entry_point.py``) and is left to autocast. So nothing
+is compared here that is made anew at each look, as what a descriptor gives; and no attribute is guarded of an object
+that ends with the call.
+
+An object *lasts* if the next call meets the same one: a module among the local variables of a frame, what a closure
+holds, a global. Any other, such as an argument, may be a new one each time.
 """
 
 from __future__ import annotations
@@ -70,7 +74,7 @@ class ExtraGuards:
         model: whose parameters and modules may become, or no longer be, one; None: there is none.
 
     Attributes:
-        kept: names of the locals, in the frame that dynamo compiles now, that hold the same object at each call.
+        lasting_names: of the local variables, in the frame that dynamo compiles now, that hold what lasts.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -84,7 +88,7 @@ class ExtraGuards:
         self._absent: dict[int, tuple[Mapping[str, Any], str, set[str]]] = {}
         self._modules: set[nn.Module] = set()
         self._lookups: list[Lookups] = []
-        self.kept: Set[str] = frozenset()
+        self.lasting_names: Set[str] = frozenset()
         self._environment: dict[Any, Any] | None = None
         self._registered: object = None
         self._results: list[tuple[Callable[[], Any], str, Any]] = []
@@ -106,11 +110,11 @@ class ExtraGuards:
             code, scope: its code and globals.
             value: its first argument, where dynamo has it.
             owners: classes that it may have been found in: that of its first argument.
-            lasts: whether that argument is there before the call and after it.
+            lasts: whether that argument is an object that lasts.
         """
         if function is not None:
             self._functions.setdefault(function, function_parts(function))
-        # dynamo inlined what the class gave: another class in the order of lookup may give another one.
+        # dynamo inlined what a class gave: it must give the same at the next call, and so must those before it.
         for cls, name in (lookup for owner in owners for lookup in _lookups(owner, function)):
             # Before a descriptor makes anything of it: what that gives may be another object each time.
             found = inspect.getattr_static(cls, name, None)
@@ -131,12 +135,12 @@ class ExtraGuards:
 
     def frame(self, code: CodeType, scope: dict[str, Any], variables: Mapping[str, Any]) -> None:
         """Guard what a frame may read that dynamo takes, with these globals and local variables."""
-        modules = {name for name, value in variables.items() if isinstance(value, nn.Module)}
-        self.kept = modules.union(code.co_freevars).intersection(variables)
-        # Since the last one they may have lost a name.
+        of_modules = {name for name, value in variables.items() if isinstance(value, nn.Module)}
+        self.lasting_names = of_modules.union(code.co_freevars).intersection(variables)
+        # Namespaces may have lost names since the last frame was compiled: all code is looked at again.
         self._seen.clear()
         values = [*variables.values()]
-        self._runs(code, scope, values, [variables[name] for name in self.kept])
+        self._runs(code, scope, values, [variables[name] for name in self.lasting_names])
         for value in values:
             if isinstance(value, nn.Module) and "_modules" in vars(value):  # not while it is made
                 modules = [module for module in value.modules() if module not in self._modules]
@@ -144,36 +148,43 @@ class ExtraGuards:
                 self._lookups += [Lookups(modules)] if modules else []
 
     def _runs(self, code: CodeType, scope: dict[str, Any], values: Iterable[Any], lasting: Iterable[Any]) -> None:
-        """Guard what code may look up. ``lasting``: the objects that will still be there at the next call."""
+        """Guard what code may look up: of ``values``, which it gets, their classes; of ``lasting`` their attributes."""
         self._facts = None
         values, names = [*values], names_in(code)
-        # Code that reads a namespace may find any name there that it mentions, as a name or as a string.
-        if "__dict__" in names or "vars" in names:
-            for value in values:
-                for path, module in value.named_modules() if isinstance(value, nn.Module) else ():
-                    self._lacks(path or type(module).__name__, vars(module), names.union(_strings(code)))
         for value in values:
-            self._classes(value, names, set())
+            self._guard_classes(value, names, set())
+        if "__dict__" in names or "vars" in names:
+            self._guard_namespaces(values, names.union(_strings(code)))
         if self._environment is None and not names.isdisjoint(("environ", "environb", "getenv")):
             self._environment = raw_environment(os.environ).copy()
+        # A module made up to ask of its name. What libraries look up beside that is not expected to change.
         module = ModuleType(str(scope.get("__name__", "a module")))
         if is_library(module):
             return
-        around: list[Any] = []
+        of_globals: list[Any] = []
         if (code, id(scope)) not in self._seen:
             self._seen.add((code, id(scope)))
             self._lacks(module.__name__, scope, names & _BUILTINS)
-            around = [scope[name] for name in names if name in scope]
-        # Whatever the code leads to may get an attribute of a name that the code looks up.
-        for value in (*around, *lasting):
-            if isinstance(value, FunctionType | ModuleType) and not is_library(value):
-                self._lacks(value.__name__, vars(value), names.union(_strings(code)))
-            elif _has_attributes(value):
-                self._lacks(type(value).__name__, vars(value), names.union(_strings(code)))
+            of_globals = [scope[name] for name in names if name in scope]
+        for value in (*of_globals, *lasting):
+            self._guard_new_attributes(value, names.union(_strings(code)))
             if isinstance(value, abc.ABCMeta) and not is_library(value):
                 self._registered = abc.get_cache_token()
 
-    def _classes(self, value: Any, names: set[str], seen: set[int]) -> None:
+    def _guard_namespaces(self, values: Iterable[Any], names: Set[str]) -> None:
+        """Guard what code may find by a name or string of its own where it reads ``__dict__`` of modules."""
+        for value in values:
+            for path, module in value.named_modules() if isinstance(value, nn.Module) else ():
+                self._lacks(path or type(module).__name__, vars(module), names)
+
+    def _guard_new_attributes(self, value: Any, names: Set[str]) -> None:
+        """Guard that an object that lasts gets no attribute of a name that the code mentions."""
+        if isinstance(value, FunctionType | ModuleType) and not is_library(value):
+            self._lacks(value.__name__, vars(value), names)
+        elif _has_attributes(value):
+            self._lacks(type(value).__name__, vars(value), names)
+
+    def _guard_classes(self, value: Any, names: set[str], seen: set[int]) -> None:
         """Guard that no class before the one that gives a name now gets that name, of an object and what it leads to.
 
         ``seen``: ids of the objects that were looked at, since objects may hold each other.
@@ -188,10 +199,11 @@ class ExtraGuards:
                 self._lacks(base.__qualname__, vars(base), {name}, base)
         attributes = {**vars(value), **value._modules} if isinstance(value, nn.Module) else vars(value)
         for name in names & attributes.keys():
-            self._classes(attributes[name], names, seen)
+            self._guard_classes(attributes[name], names, seen)
 
     def _lacks(self, label: str, scope: Mapping[str, Any], names: Set[str], owner: type | None = None) -> None:
         """Guard that a namespace, of a class for instance, has none of these names, unless it has them already."""
+        # ``vars(cls)`` is another object at each look: a class's namespace goes by the class.
         absent = self._absent.setdefault(id(owner or scope), (scope, label, set()))[2]
         absent.update(names - scope.keys())
 
@@ -243,7 +255,11 @@ def _gives(call: Callable[[], Any], value: Any) -> bool:
 
 
 def _lookups(owner: type, function: FunctionType | None) -> Iterator[tuple[type, str]]:
-    """Yield where a function may have been found: classes, and the name in them."""
+    """Yield where a function may have been found: classes, and the name in them.
+
+    With ``class B(A): def scale(self): return super().scale()``, for the function of A and the owner B: A's is what
+    ``super()`` gives. So B.scale and A.scale must stay, and all classes between these must go on lacking the name.
+    """
     if issubclass(owner, nn.Module):
         yield from ((owner, name) for name in _CALLED)
     elif is_library(owner):
@@ -252,7 +268,8 @@ def _lookups(owner: type, function: FunctionType | None) -> Iterator[tuple[type,
         for name, value in vars(base).items():
             if function is not None and _function_of(value) is function:
                 yield owner, name
-                if _function_of(getattr(owner, name)) is not function:  # by super(), from whichever class
+                # The class itself gives another one, so this one came by super().
+                if _function_of(getattr(owner, name)) is not function:
                     yield from ((between, name) for between in owner.__mro__[1 : place + 1])
                 return
 

@@ -7,8 +7,8 @@ It compares constants by ``==``:
 ``np.float64(0.0)``, then ``-0.0``    equal, and ``math.copysign`` tells them apart
 ``(2,)``, then ``(2.0,)``             equal, and integers times that are floats; likewise ``{1}``, or the key of a dict
 ``OrderedDict.move_to_end``          the same entries, in another order (of other dicts: where code reads all keys)
-another function of the same code    equal, and its closure is another one: where two modules hold one function, dynamo
-                                    asks one of them alone for what its closure holds
+another function of the same code    equal, for dynamo, and its closure may hold something else. dynamo guards the
+                                    contents of a closure, but where two modules hold one function, in one of them only
 an argument that is no leaf          of the same dtype and sizes, and ``x.is_leaf`` or ``x.grad_fn`` is another
 ==================================  ==================================================================================
 
@@ -26,6 +26,10 @@ While it compiles, it also answers what code asks of the user's objects, and gua
 
 A comparison is guarded by its result: an object that is made for each call, and is another than ``SLOW`` each time, has
 one graph. One that is looked up by its hash has one graph for each object, up to dynamo's limit, and then none.
+
+To change it safely: a guard is made by a function ``guard_on(builder, guard)``, which dynamo calls once the graph is
+there. Of several by the same function for one source it keeps one; so what gives such functions is cached, and one
+question has one function. A guard must not keep the user's objects alive; a guard too few leaves a stale graph in use.
 """
 
 from __future__ import annotations
@@ -67,7 +71,7 @@ _OF_AUTOGRAD: Final = frozenset({"is_leaf", "grad_fn", "_grad_fn", "_base"})
 
 
 def exact(builder: Any, guard: Any) -> None:
-    """Guard a constant that dynamo guards by more: the same type at every depth, the same sign."""
+    """Guard a constant, which dynamo compares by ``==`` alone, by its type at every depth and its sign as well."""
     value = guarded_value(builder, guard)
     if is_ambiguous(value):
         then = snapshot(value)
@@ -105,7 +109,6 @@ def exact_closure(builder: Any, guard: Any) -> None:
         add_guard(builder, guard, lambda now: now is own(), f"the very same function {value.__qualname__}")
 
 
-# dynamo makes one guard of two that are added by the same function.
 @functools.cache
 def exact_fact(name: str) -> Callable[[Any, Any], None] | None:
     """Return what guards an attribute of tensors that code reads; None for one that dynamo guards itself."""
@@ -161,21 +164,30 @@ _GUARDED: Final = (type, ModuleType)
 def guarding_objects() -> list[Replacement]:
     """Return what to put in the places of dynamo's methods for one compilation, so that they guard what they answer."""
     classes = dynamo_classes()
-    one = _Identities()
+    identities = _Identities()
+    # Classes and methods of dynamo's (``dynamo_classes`` says which), and what stands in their place, which gets the
+    # method itself as its first argument.
     found = [
-        (classes.arguments, "make_dupe_guard", one.met_again),
-        *((module, "vt_identity_compare", one.compared) for module in classes.comparing),
+        # An object is met by a second name: dynamo guards that two arguments are one, but no local and global.
+        (classes.arguments, "make_dupe_guard", identities.met_again),
+        # ``is``, and ``in`` of a list: dynamo compares the variables that it has for the two.
+        *((module, "vt_identity_compare", identities.compared) for module in classes.comparing),
+        # A hash of an object of the user's: dynamo takes that of the object at hand.
         (classes.object, classes.hash, _hashed),
+        # ``==``, ``<`` of a class of C's: dynamo calls it on the objects at hand.
         (classes.object, classes.comparison, _compared_by_its_class),
+        # An attribute that is not there: dynamo raises the AttributeError.
         (classes.object, classes.attribute, _attribute),
+        # A look into ``__dict__`` of an object: dynamo answers by its keys now.
         (classes.instance_dict, "install_dict_contains_guard", _guard_key),
         (classes.instance_dict, "install_dict_keys_match_guard", _guard_keys),
+        # ``inspect.signature`` of an argument: dynamo has a variable without guards; without it each read is guarded.
         (classes.signature, "is_matching_object", lambda _original, _value: False),
     ]
-    if not classes.comparing:  # before torch 2.13
+    if not classes.comparing:  # before torch 2.13 the same answers are given in other places
         found += [
-            (classes.builtin, "call_function", one.compared_by_builtin),
-            (classes.object, "call_method", one.compared_by_method),
+            (classes.builtin, "call_function", identities.compared_by_builtin),
+            (classes.object, "call_method", identities.compared_by_method),
             (classes.object, "has_key_in_generic_dict", _has_key_in_dict),
         ]
     # What a torch has not, it does in another way.
@@ -186,13 +198,12 @@ class _Identities:
     """Guards whether two objects are one; each method stands in the place of one of dynamo's, its first argument."""
 
     def __init__(self) -> None:
-        # dynamo makes one guard of two that are made by the same function.
-        self._one_as = functools.cache(lambda source: _related(operator.is_, source))
+        self._same_as = functools.cache(lambda source: _related(operator.is_, source))
 
     def met_again(self, make_guard: Callable[..., Any], source: Any, first: Any) -> Any:
         """Guard also that a local and a global are one object, which dynamo takes for granted once they were."""
         guard = make_guard(source, first)
-        return self._one_as(first) if guard is None and first is not None and first != source else guard
+        return self._same_as(first) if guard is None and first is not None and first != source else guard
 
     def compared(self, compare: Callable[..., Any], left: Any, right: Any) -> Any:
         answer = compare(left, right)
@@ -212,7 +223,7 @@ class _Identities:
         self, call: Callable[..., Any], variable: Any, frame: Any, name: str, arguments: Any, *more: Any
     ) -> Any:
         kind = type(variable.value)
-        if name == "__ne__" and kind.__ne__ is object.__ne__:  # dynamo: what it does not implement
+        if name == "__ne__" and kind.__ne__ is object.__ne__:  # dynamo does not implement it
             raise dynamo_classes().graph_break(f"__ne__ of a {kind.__name__}, which its class has not")
         answer = call(variable, frame, name, arguments, *more)
         if name == "__eq__" and kind.__eq__ is object.__eq__:
@@ -222,7 +233,7 @@ class _Identities:
     def _guard(self, left: Any, right: Any) -> None:
         one, other = unwrapped(left), unwrapped(right)
         if _may_be_one(one, other) and one.source != other.source:
-            guard_source(one.source, self._one_as(other.source))
+            guard_source(one.source, self._same_as(other.source))
 
 
 def _hashed(hash_of: Callable[..., Any], variable: Any, *args: Any) -> Any:
@@ -244,7 +255,9 @@ def _compared_by_its_class(compare: Callable[..., Any], variable: Any, frame: An
 
 
 def _attribute(read: Callable[..., Any], variable: Any, frame: Any, name: str) -> Any:
-    value, lacks = variable.value, hasattr(type(variable.value), "__getattr__")  # perhaps: it is called then
+    value = variable.value
+    # A ``__getattr__`` answers for attributes that are not there: then, too, it matters that this one is not.
+    lacks = hasattr(type(value), "__getattr__")
     try:
         return read(variable, frame, name)
     except dynamo_classes().absent:
@@ -255,6 +268,7 @@ def _attribute(read: Callable[..., Any], variable: Any, frame: Any, name: str) -
             guard_absence(variable.source, value, name)
 
 
+# Variables of a ``__dict__``: ``items.item`` is the variable of the object that has it.
 def _guard_key(_original: Any, variable: Any, _frame: Any, arguments: list[Any]) -> None:
     if variable.source is not None:
         guard_source(variable.items.item.source, _has_key(arguments[0].as_python_constant()))
@@ -326,7 +340,6 @@ def _answers(ask: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
     return guard_on
 
 
-# dynamo makes one guard of two that are added by the same function.
 @functools.cache
 def _has_key(key: str) -> Callable[[Any, Any], None]:
     def guard_on(builder: Any, guard: Any) -> None:

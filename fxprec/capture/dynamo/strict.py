@@ -97,7 +97,7 @@ def strict(extra_guards: ExtraGuards) -> Iterator[None]:
     Args:
         extra_guards: gets what dynamo inlines.
     """
-    # One after the other: what comes before a call comes before the guards of objects too.
+    # The second ones are put around the first: code that is refused gets no guards of objects.
     with replaced(guarding_objects()), replaced(_Refusals(extra_guards).replacements()):
         yield
 
@@ -148,7 +148,7 @@ class _Refusals:
             *([] if GUARDS_CLASSES else [instead_of(classes.user_class, "var_getattr", _guarded_attribute)]),
             instead_of(classes.inference_mode, "create", _no_inference_mode),
             instead_of(classes.inliner, "build_inline_tracer", self.inlined),
-            before(classes.builtin, "call_function", _asked),
+            before(classes.builtin, "call_function", _refuse_questions),
             before(classes.array, classes.attribute, _attribute_of_scalar),
             before(classes.tensor, classes.attribute, _fact_of_tensor),
             instead_of(classes.argument, "wrap_symfloat", _zero_as_constant),
@@ -157,6 +157,7 @@ class _Refusals:
             instead_of(classes.torch_function, "call_function", _function_of_torch),
             instead_of(classes.torch_context, "call_function", _with_constants),
             instead_of(classes.random, "is_supported_random_obj", lambda _original, _value: False),
+            # Replaces a generator that a frame returns by an iterator over its values; ``no_generator`` refuses it.
             (classes.frame, "replace_tos_if_return_is_generator", lambda frame: None),
             instead_of(classes.frame, classes.end, self.end_of_frame),
             before(classes.generator, "reconstruct", self.no_generator),
@@ -181,6 +182,7 @@ class _Refusals:
         self._extra_guards.result(functools.partial(cached, *arguments, **named), cached.__qualname__, value)
         return dynamo_classes().constant.create(value)
 
+    # dynamo makes an ``applied_function`` where gradients are recorded, which does not tell of which Function it is.
     def note_function(self, variable: Any, *_args: Any, **_kwargs: Any) -> None:
         self._applying = variable.fn_cls
 
@@ -208,7 +210,7 @@ class _Refusals:
         first = next(iter(args), None) if first is None else first
         value, owners = (None, []) if first is None else value_behind(first)
         behind = function_behind(function)
-        lasts = outlives_call(first, self._extra_guards.kept)
+        lasts = outlives_call(first, self._extra_guards.lasting_names)
         self._extra_guards.inlined(behind, function.get_code(), function.get_globals(), value, owners, lasts)
         code = getattr(behind, "__code__", None)
         if code == nn.TransformerEncoder.forward.__code__ and parent.f_code is not encoder_forward.__code__:
@@ -228,18 +230,20 @@ def _missing_key(variable: Any, frame: Any, key: Any) -> None:
 
 
 def _hands_on_keys(variable: Any, _frame: Any, name: str, *_: Any) -> None:
-    # What is left goes back in the order that dynamo saw; torch 2.10 and 2.11 copy for "|" without a guard.
+    # dynamo writes what is left in the order that it saw: guard that order. torch 2.10 and 2.11 copy for "|" without a
+    # guard.
     if name in ("pop", "popitem", "clear", "__or__"):
         variable.install_dict_keys_match_guard()
 
 
 def _extends(_list: Any, _frame: Any, _name: str, arguments: Any, *_: Any) -> None:
+    # ``names.extend(table)`` reads all keys, in order.
     for each in map(unwrapped, arguments):
         if isinstance(each, dynamo_classes().dictionary):
             each.install_dict_keys_match_guard()
 
 
-def _asked(builtin: Any, frame: Any, arguments: Any, *_: Any) -> None:
+def _refuse_questions(builtin: Any, frame: Any, arguments: Any, *_: Any) -> None:
     """Leave questions to the interpreter that dynamo answers otherwise."""
     classes = dynamo_classes()
     variable: Any = unwrapped(arguments[0]) if arguments else None
