@@ -24,7 +24,7 @@ class Captured:
 
     Attributes:
         method: its name, as ``MethodName`` writes it.
-        entry: number of the entry point that it serves: that of the class, or of a function set on the instance.
+        entry: ``number`` of the entry point that it serves: that of the class, or of a function set on the instance.
         gm: the graph that users see.
         program: what runs for it.
         training: the mode that the method's module was in.
@@ -103,7 +103,8 @@ class CapturedGraphs(list[Captured]):
         for method, active in methods:
             if active is not None:
                 numbers.add(active.number)
-            # A function set on the instance may call the class's method. Graphs of its own have that inlined.
+            # A function set on the instance may call the class's method, whose graphs then run. Once the function has
+            # graphs of its own, these have the class's method inlined, and its own graphs are not reached.
             if active is None or not self.of(active):
                 numbers.add(method.number)
         return [captured for captured in self if captured.entry in numbers]
@@ -119,7 +120,8 @@ class CapturedGraphs(list[Captured]):
 def form_of(captured: Captured, methods: Iterable[Method]) -> CallForm | None:
     """Return how a graph of one of these methods is called.
 
-    None for a graph of dynamo that takes and gives plain tensors, not the method's arguments and result.
+    None for a graph of dynamo that takes and gives plain tensors, not the method's arguments and result; and for a
+    static graph of another method.
     """
     if captured.calls is not None:
         return captured.calls.form
@@ -140,13 +142,16 @@ def in_present_mode(among: Iterable[Captured], methods: Iterable[Method]) -> lis
 def of_last_call(among: Iterable[Captured]) -> list[Captured]:
     """Return for each method the graphs of its last call: an earlier one, of other sizes, may have run others.
 
-    Of static graphs, each of which is of a whole method, that is the one captured last.
+    Of static graphs, each of which is of a whole method, that is the one captured last; of dynamo's, those with the
+    number of the latest call that ran any. A method may have both, where dynamo takes some of its calls (an argument is
+    an object): nothing tells which call was later, so that both count.
     """
-    numbered = [
-        (position if captured.calls is None else captured.calls.number, captured)
-        for position, captured in enumerate(among)
-    ]
-    last: dict[int, int] = {}
-    for number, captured in numbered:
-        last[captured.entry] = max(number, last.get(captured.entry, 0))
-    return [captured for number, captured in numbered if number == last[captured.entry]]
+    among = [*among]
+    last: dict[tuple[int, bool], int] = {}
+    numbers: list[int] = []
+    for position, captured in enumerate(among):
+        kind = captured.entry, captured.calls is None
+        numbers.append(position if captured.calls is None else captured.calls.number)
+        last[kind] = max(numbers[-1], last.get(kind, 0))
+    pairs = zip(among, numbers, strict=True)
+    return [captured for captured, number in pairs if number == last[captured.entry, captured.calls is None]]

@@ -165,15 +165,18 @@ class Conversion(Resources):
 
     @property
     def restores(self) -> torch.dtype | None:
-        """Return the low dtype, if results of it are to be cast back to FP32: graphs of low weights lack the casts."""
+        """Return the low dtype, if results in it are to be cast back to FP32 here; else None.
+
+        Graphs that were captured with low weights do not end in such casts.
+        """
         return self.settings.dtype if self.lowered and self.settings.keep_output_dtype else None
 
     def _run(self, entry: EntryPoint, call: Call) -> Any:
         """Run a call on a static graph if there can be one, else on dynamo's."""
         static = entry.static
         # A generator runs after the call, when no graph of ours could be around it.
-        if entry.steps is not None:
-            reason = CaptureDeclined(f"{entry.called_here} is {entry.steps}, which runs after the call")
+        if entry.runs_later is not None:
+            reason = CaptureDeclined(f"{entry.called_here} is {entry.runs_later}, which runs after the call")
             self._refuse_if_symbolic(entry, reason)
             output = self.run_in_net(call, reason.reason)
             if not entry.called:
@@ -218,7 +221,8 @@ class Conversion(Resources):
         if why is not None:
             return self.run_in_net(call, why, low=not self._norm_is_transformed(call.model))
         dynamic = entry.dynamic
-        known, calls, first, entry.called = len(self.net), self.calls, not entry.called, True
+        known, calls, first = len(self.net), self.calls, not entry.called
+        entry.called = True
         try:
             output = dynamic.run(call)
         except LeftToNet as reason:
@@ -234,6 +238,7 @@ class Conversion(Resources):
             self.messages.warn_nothing_captured(entry, self.net)
         if is_stepwise(output):
             self.in_net(f"what {entry.called_here} returns", f"a {type(output).__name__}, which runs after the call")
+        # Graphs give FP32 themselves: only what ran outside of them can give anything low.
         return self.restored(output, call) if self.net else output
 
     def _renew(self, entry: EntryPoint) -> None:
@@ -329,7 +334,8 @@ class Conversion(Resources):
                 self.captured.drop(static.give_up())
                 raise
             # From here on the call has a graph: what fails now is an error of ours, and no decline.
-            program = rewrite(capture.gm, self.settings, self.packed, not static.outgrown(key, tensors))
+            # Where a graph was outgrown, this one gets all its regions.
+            program = rewrite(capture.gm, self.settings, self.packed, by_size=not static.outgrown(key, tensors))
             captured = Captured(
                 entry.key,
                 entry.number,
@@ -341,7 +347,7 @@ class Conversion(Resources):
                 key,
             )
             found = StaticEntry.of(capture, captured, tensors)
-            self._captured_at_last(entry)
+            self._drop_note_of_new(entry)
             self.captured.drop(static.add(found))
             # What made another graph necessary may have written weights past their counters.
             self.store.mark_stale()
@@ -361,14 +367,15 @@ class Conversion(Resources):
         self.captures += len(found)
         self.captured.drop_gone()
         if found:
-            self._captured_at_last(entry)
+            self._drop_note_of_new(entry)
         if (owner := entry.owner()) is not None:
             entry.hooks.note(owner)
         entry.outside.update(notes)
         for where, why in notes.items():
             self.in_net(where, why)
 
-    def _captured_at_last(self, entry: EntryPoint) -> None:
+    def _drop_note_of_new(self, entry: EntryPoint) -> None:
+        """Drop the note that a function was just set, and had no graph yet: it has one now."""
         if self.net.get(entry.whole) == _NEW:
             del self.net[entry.whole]
 
@@ -388,7 +395,7 @@ class Conversion(Resources):
 
     def _capture_alike(self, entry: EntryPoint, model: nn.Module, other: Captured | None) -> None:
         """Capture a method statically in the present modes, if it can be, with the arguments of another graph."""
-        if not entry.static.allowed or entry.steps is not None:
+        if not entry.static.allowed or entry.runs_later is not None:
             return
         # Whether lowering pays depends on the sizes of a call.
         if self.settings.pays:
@@ -400,7 +407,7 @@ class Conversion(Resources):
             self._refuse_if_symbolic(entry, reason)
 
     def capture_present(self, model: nn.Module) -> None:
-        """Capture each method statically for the present modes, if it can be, and has graphs for others only."""
+        """Capture each method that has graphs, but none for the present modes, statically, if that can be."""
         for entry in self.entries():
             if (found := self.captured.of(entry)) and self._present(entry, model) is None:
                 self._capture_alike(entry, model, found[-1])
@@ -418,7 +425,7 @@ class Conversion(Resources):
             if not self._became_low(model):
                 self._capture_alike(entry, model, found[-1] if found else None)
             if (captured := self._present(entry, model)) is None:
-                entry.dynamic.watched = True
+                entry.dynamic.notes_all_modes = True  # so that a later question finds its graph
                 raise self._not_captured(entry)
         # One graph of a method in pieces would be taken for the whole.
         calls = captured.calls
@@ -476,11 +483,12 @@ class Conversion(Resources):
         return named.active or named
 
     def _traceable(self, entry: EntryPoint, model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
-        """Return the model as it was before its conversion, with the very same attributes, and its method: for a trace.
+        """Return what a trace runs on, and its method: a twin of the model, of the original class, on its attributes.
 
-        The model itself stays as it is, since other threads may call it meanwhile.
+        The model itself stays as it is, since other threads may call it meanwhile. For a function set on the instance,
+        which may be bound to the model, it is the model itself.
         """
-        if entry.of_instance is not None:  # may be bound to the module
+        if entry.of_instance is not None:
             return model, entry.of_instance
         twin = twin_of(model)
         return twin, MethodType(entry.unbound, twin.get_submodule(entry.name.path))

@@ -72,8 +72,10 @@ class Resources:
 
 @contextlib.contextmanager
 def frames_of_shards(module: nn.Module) -> Iterator[None]:
-    """Within the block dynamo captures the sharded modules of torch's in ``module``. Only where FSDP is in use."""
-    # Imported by whoever sharded something.
+    """Within the block dynamo captures the modules of torch's own in ``module`` that FSDP shards by themselves.
+
+    They get a ``forward`` in their ``__dict__`` that dynamo does not skip. FSDP must be in use, so that it is imported.
+    """
     fsdp = sys.modules["torch.distributed.fsdp"]
     shards = [part for part in module.modules() if part is not module and isinstance(part, fsdp.FSDPModule)]
     framed = [part for part in shards if "forward" not in part.__dict__ and skipped_by_dynamo(part.forward)]
@@ -93,15 +95,20 @@ class LeftToNet(Exception):
 class DynamicGraphs:
     """Dynamic capture of one method.
 
+    It is also the ``GraphReceiver`` of its ``DynamoCapture``, which calls back, while dynamo compiles in a call:
+    ``rewritten`` for each graph, ``in_net``, ``met_sparse``, ``under_others`` and ``without_net`` about what stays
+    outside, and ``seeing_through``.
+
     Args:
         resources: of the model.
         method: of which.
 
     Attributes:
-        seeing_through: makes the context of a compilation.
+        seeing_through: makes the context of a compilation, in which our wrappers are the functions around which they
+            stand.
         found: the graphs captured since somebody took them: graph, program, mode of the method's module, its calls.
-        watched: each call notes the modes of all modules, since somebody asked for a graph that fits them.
-        net_notes: 'where' -> 'why' of what runs outside of them, likewise.
+        notes_all_modes: each call notes the modes of all modules, since somebody asked for a graph that fits them.
+        net_notes: 'where' -> 'why' of what runs outside of graphs, since somebody took these.
     """
 
     def __init__(self, resources: Resources, method: Method) -> None:
@@ -110,15 +117,16 @@ class DynamicGraphs:
         self.seeing_through = resources.wrappers.compiled
         self._capture: dynamo.DynamoCapture | None = None
         self._under_net = True
-        # Whether a call met a sparse tensor; None: nobody looked at the model's yet.
+        # True: a call met a sparse tensor. False: the model has none, and of a call the arguments alone are looked at.
+        # None: nobody looked yet.
         self._sparse: bool | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self.found: list[tuple[GraphModule, Program, bool, Calls]] = []
         self._ran = Ran()
         self._calls = 0
-        self.watched = False
+        self.notes_all_modes = False
         self.net_notes: dict[str, str] = {}
-        #: What runs the graphs: dynamo keeps what it was given for good, which knows them weakly.
+        #: They live here. dynamo keeps for good the function that runs one (``rewritten``), which refers to it weakly.
         self._programs: list[ProgramsByMemory] = []
 
     def run(self, call: Call) -> Any:
@@ -144,7 +152,7 @@ class DynamicGraphs:
             # What ran tells of a graph for which modes, and in which form, it was called.
             for calls, inputs, results in ran:
                 calls.number = self._calls
-                calls.note_mode(module, self.watched)
+                calls.note_mode(module, self.notes_all_modes)
                 if not calls.looked_at:
                     form_of = functools.partial(
                         form_of_call,
@@ -184,8 +192,8 @@ class DynamicGraphs:
         programs = ProgramsByMemory(None if program.memory is None else own_copy(gm), make, program)
         self._programs.append(programs)
         known = weakref.ref(programs)
-        # Where dynamo keeps graphs of different models apart, no other model's call comes here: else the graph that was
-        # captured is kept, to run as it is.
+        # Where dynamo does not keep the graphs of different models apart, a call of another model of the same code may
+        # come here when this one is gone. For that the graph is kept as dynamo captured it.
         original = None if dynamo.ISOLATES else gm.forward
 
         def run(*given: Any) -> Any:
@@ -247,17 +255,20 @@ class DynamicGraphs:
                 # A trace of this thread's own would go on for ever.
                 if not is_fx_tracing():
                     return self._run(capture, call)
+        # Unless the first frame failed to compile, a part of the forward ran, or all of it: it must not run again.
         if not capture.failed_at_first(error):
-            # A part of the forward ran, or all: it must not run again.
             raise error
         # What eager autocast cannot run may run without it; if that fails as well, the first error is told.
         if self._under_net:
             with contextlib.suppress(Exception):
-                return self._without_net(call)
+                return self._captured_whole_without_net(call)
         raise LeftToNet(f"dynamo: {(str(error).splitlines() or [type(error).__name__])[0]}")
 
-    def _without_net(self, call: Call) -> Any:
-        """Capture as a whole, with autocast off, what eager autocast cannot run (mixed dtypes in scatter_add)."""
+    def _captured_whole_without_net(self, call: Call) -> Any:
+        """Capture as a whole, with autocast off, what eager autocast cannot run (mixed dtypes in scatter_add).
+
+        The net was left with the error, by the ``with`` of ``_run``. From now on calls run without it.
+        """
         capture = dynamo.DynamoCapture(self._method.unbound, self, call.model, fullgraph=True)
         found, notes = [*self.found], {**self.net_notes}
         try:

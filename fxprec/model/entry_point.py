@@ -29,8 +29,10 @@ class HooksSeen:
         self._seen: dict[tuple[int, Any], Mapping[Any, Any]] | None = None
 
     def note(self, owner: nn.Module) -> None:
-        """Note the hooks that there are now that a method of ``owner`` was captured, but its own: they run outside."""
-        # dynamo's graphs hold the hooks of submodules, and those of all modules.
+        """Note, after a capture of a method of ``owner``, the hooks of its submodules and those of all modules.
+
+        dynamo's graphs have these built in. Hooks of ``owner`` itself run outside of the graphs.
+        """
         submodules = (module for module in owner.modules() if module is not owner)
         dicts = (vars(module)[name] for module in submodules for name in HOOKS)
         self._seen = (self._seen or {}) | dict(_each((*dicts, *global_hooks.values())))
@@ -54,7 +56,8 @@ def _each(dicts: Any) -> Iterator[tuple[tuple[int, Any], Mapping[Any, Any]]]:
     return (((id(hooks), key), hooks) for hooks in dicts for key in [*hooks])
 
 
-#: Recaptures by dynamo that are allowed for one method; then its calls run under autocast.
+#: Recaptures by dynamo that are allowed for one method. What changes after that, and dynamo does not guard, sends its
+#: calls to autocast; of a removed hook dynamo's own guards tell then.
 MOST_RESTARTS: Final = 8
 
 #: Mark of our wrapper of a function that was set on an instance: its entry point.
@@ -93,7 +96,7 @@ class EntryPoint(Method):
         """Forget every capture: the code is another one now."""
         self.static = StaticGraphs(self._resources.settings.capture)
         self.declined: list[str] = []
-        self.look_again()
+        self.look_again()  # the code as it is now counts as unchanged
         self.start_dynamic_over()
 
     def start_dynamic_over(self) -> None:
@@ -105,7 +108,7 @@ class EntryPoint(Method):
     @property
     def out_of_date(self) -> str | None:
         """Return the reason why what dynamo captured must not run any more, or None."""
-        if self.hooks.gone and self.restarts < MOST_RESTARTS:  # else dynamo's guards alone tell
+        if self.hooks.gone and self.restarts < MOST_RESTARTS:  # after that dynamo's guards alone tell of hooks
             return "a hook was removed"
         return self.dynamic.changed()
 
@@ -136,7 +139,7 @@ class CallWatcher(Protocol):
         ...
 
     def aside(self) -> AbstractContextManager[object]:
-        """Keep steps in the block out of the loop: they leave no trace, and what was known stays."""
+        """Have the watch forget the steps in the block, which are no part of the training, and keep what it knew."""
         ...
 
     def recording(self) -> AbstractContextManager[object]:
@@ -144,11 +147,11 @@ class CallWatcher(Protocol):
         ...
 
     def fixed(self) -> Hashable:
-        """Return what is built into a recording: a step with another value needs one of its own."""
+        """Return a key of what is built into a recording: where it differs, the step must be recorded again."""
         ...
 
     def begin(self) -> None:
-        """Read what is known of the steps so far: a captured one comes next."""
+        """Read what the buffers hold of the steps so far, before a recorded step overwrites them."""
         ...
 
     def written(self) -> Iterable[Tensor]:

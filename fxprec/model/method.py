@@ -49,7 +49,7 @@ def _asks(function: FunctionType, seen: set[CodeType]) -> bool:
     names = names_in(function.__code__)
     if not _ASKED_BY.isdisjoint(names):
         return True
-    # One level of calls by name is looked through: helpers that take ``self``.
+    # The functions that it calls by a global name, and those that they call, may be helpers that take ``self``.
     called = (function.__globals__.get(name) for name in names)
     return any(isinstance(value, FunctionType) and _asks(value, seen) for value in called)
 
@@ -105,12 +105,12 @@ class Method:
         self.owner, self.original_class, self.of_instance = weakref.ref(owner), original_class(owner), of_instance
 
     def look_again(self) -> None:
-        """Take the method's code as it is now for unchanged."""
+        """Take the code as it is now as what ``code_changed`` compares with; forget what came of another one."""
         self._twin: nn.Module | None = None
         self._function = getattr(self.original_class, self.name.name, None)
         self._defined = defined_method(self.original_class, self.name.name)
         self._code = function_parts(self._function) if type(self._function) is FunctionType else None
-        for name in ("signature", "steps", "_asks_for_class"):
+        for name in ("signature", "runs_later", "_asks_for_class"):
             self.__dict__.pop(name, None)
 
     @property
@@ -125,7 +125,10 @@ class Method:
         return self._code is not None and not all(map(is_, function_parts(function), self._code))
 
     def stand_in(self, module: nn.Module) -> nn.Module:
-        """Return the object that the untouched method runs on: ``module``, or a twin where it may ask for the class."""
+        """Return what the untouched method runs on: ``module``, or a twin of the original class.
+
+        The twin, where the method's code may ask for the class; it shares the module's ``__dict__``.
+        """
         # Code that never asks for the class may run on the model itself, which hooks and threads know.
         if not self._asks_for_class or type(module) is self.original_class:
             return module
@@ -155,8 +158,8 @@ class Method:
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
     @functools.cached_property
-    def steps(self) -> str | None:
-        """Return what a call makes in place of running the method, such as "a generator"; None: it runs the method."""
+    def runs_later(self) -> str | None:
+        """Return what a call makes at once, such as "a generator", if the code runs only when that is iterated."""
         return steps_of(self.unbound if self.of_instance is None else self.of_instance)
 
     @property

@@ -51,7 +51,14 @@ _PLAIN_METACLASSES: Final = ("builtins", "abc", "typing", "torch")
 def attach(
     module: nn.Module, settings: Settings, frozen: frozenset[str] | None = None, packs: bool = False
 ) -> Conversion:
-    """Swap the class of ``module``; nothing is captured yet."""
+    """Swap the class of ``module``; nothing is captured yet.
+
+    Args:
+        module: to be converted.
+        settings: of the conversion.
+        frozen: of a model that was frozen (``fxprec.freeze``), the weights that became low; else None.
+        packs: it runs on packed copies of its weights, as a frozen model may.
+    """
     conversion = Conversion(settings, module, frozen, packs)
     swap_class(module, _Converted, conversion, "", _namespace(module))
     module.__dict__[STATE] = conversion
@@ -109,9 +116,9 @@ class _Converted(Swapped):
         conversion = conversion_of(self)
         cls = conversion.original_class
         make, args, *rest = super().__reduce_ex__(protocol)
-        args = tuple(cls if argument is type(self) else portable(argument) for argument in args)
+        args = tuple(cls if argument is type(self) else without_conversion(argument) for argument in args)
         packs = conversion.packed is not None
-        return (_rebuild, (conversion.settings, conversion.frozen, make, args, packs), *map(portable, rest))
+        return (_rebuild, (conversion.settings, conversion.frozen, make, args, packs), *map(without_conversion, rest))
 
     def __setstate__(self: Any, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[misc]
@@ -193,8 +200,8 @@ class _Host(Swapped):
         """Pickle as an object of the original class: a copied model swaps the classes of its own parts."""
         make, args, *rest = super().__reduce_ex__(protocol)
         cls = original_class(self)
-        args = tuple(cls if argument is type(self) else portable(argument) for argument in args)
-        return (operator.call, (make, *args), *map(portable, rest))
+        args = tuple(cls if argument is type(self) else without_conversion(argument) for argument in args)
+        return (operator.call, (make, *args), *map(without_conversion, rest))
 
 
 def swap_class(
@@ -207,13 +214,10 @@ def swap_class(
         entry.adopt(module)
     keys = {entry.name.name: entry.key for entry in entries}
     own = [name for name in keys if hasattr(cls, name)]  # others only the instance has
-    originals = [unbound_method(cls, name) for name in own]
-    # Objects that were converted alike share a class, where nothing in it belongs to one of them.
-    plain = _CONVERSION not in namespace and type(cls).__hash__ is type.__hash__
-    plain = plain and all(isinstance(original, FunctionType) for original in originals)
-    alike = (cls, base, *keys.items(), *originals, *sorted(namespace)) if plain else None
+    alike = _key_of_alike(cls, base, keys, [unbound_method(cls, name) for name in own], namespace)
     known = None if alike is None else _made.get(alike)
     if known is not None:
+        # This conversion did not make the wrappers that it takes, and must be told of them.
         conversion.wrappers.share(vars(known)[name] for name in own)
     else:
         wrappers = {name: conversion.wrappers.of_class(cls, name, partial(_enter, keys[name])) for name in own}
@@ -222,6 +226,19 @@ def swap_class(
         if alike is not None:
             _made[alike] = known
     module.__class__ = known
+
+
+def _key_of_alike(
+    cls: type, base: type[Swapped], keys: dict[str, str], originals: list[Any], namespace: dict[str, Any]
+) -> tuple[object, ...] | None:
+    """Return a key of the objects that share one subclass; None where something in it belongs to one object alone."""
+    # The class of a host refers to its conversion; an original that is no function may be bound to something.
+    if _CONVERSION in namespace or not all(isinstance(original, FunctionType) for original in originals):
+        return None
+    # The class is part of the key: a metaclass with a hash of its own may take two classes for one.
+    if type(cls).__hash__ is not type.__hash__:
+        return None
+    return (cls, base, *keys.items(), *originals, *sorted(namespace))
 
 
 def _subclass(cls: type[nn.Module], base: type[Swapped], namespace: dict[str, Any]) -> type:
@@ -249,12 +266,17 @@ def swap_hosts(conversion: Conversion, model: nn.Module) -> None:
 
 
 def is_host(module: nn.Module) -> bool:
-    """Return whether a conversion around this module runs methods of it. If that is gone, restore its class."""
+    """Return whether a conversion around this module runs methods of it; one that is gone does not count."""
+    return not _restore_orphan(module) and hasattr(type(module), _CONVERSION)
+
+
+def _restore_orphan(module: nn.Module) -> bool:
+    """Restore the class of a host whose conversion is gone, and return True; False where there is none to restore."""
     gives = getattr(type(module), _CONVERSION, None)
-    if gives is not None and gives() is None and not is_wrapped(module):
-        _restore_class(module)
+    if gives is None or gives() is not None or is_wrapped(module):
         return False
-    return gives is not None
+    _restore_class(module)
+    return True
 
 
 def take_off(model: nn.Module) -> None:
@@ -279,7 +301,7 @@ def take_off(model: nn.Module) -> None:
 
 
 def _restore_class(module: nn.Module) -> None:
-    module.__dict__.update(portable({name: module.__dict__[name] for name in _followed(module)}))
+    module.__dict__.update(without_conversion({name: module.__dict__[name] for name in _followed(module)}))
     module.__class__ = original_class(module)
 
 
@@ -296,7 +318,7 @@ def as_original(model: nn.Module) -> Iterator[None]:
     """Have the model itself be as it was before its conversion, for a while."""
     swapped, attributes = model.__class__, model.__dict__
     kept = {name: attributes[name] for name in (STATE, *_followed(model))}
-    plain = portable(kept)
+    plain = without_conversion(kept)
     model.__class__ = original_class(model)  # type: ignore[assignment]
     del attributes[STATE]
     attributes.update(plain)
@@ -312,7 +334,7 @@ def is_wrapped(module: nn.Module) -> bool:
     return ORIGINAL not in vars(type(module))
 
 
-def portable(value: Any) -> Any:
+def without_conversion(value: Any) -> Any:
     """Return a part of a module's state as it would be without its conversion."""
     if not isinstance(value, dict):
         return value
@@ -332,7 +354,7 @@ def _conversion_at(module: nn.Module) -> Conversion | None:
         return own
     gives: Callable[[], Conversion | None] | None = getattr(type(module), _CONVERSION, None)
     found = gives() if gives is not None else None
-    if gives is not None and found is None and not is_host(module):
+    if gives is not None and found is None and _restore_orphan(module):
         warnings.warn(
             f"{type(module).__name__} runs in FP32: the converted model that ran its methods is gone. Keep the model, "
             "or convert this part by itself",
@@ -350,7 +372,8 @@ def _enter_function(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, 
 def _enter(what: str | EntryPoint, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Enter the conversion by a call. ``what``: the key of a method of the class, or the entry point of a function."""
     conversion = None if module is None else module.__dict__.get(STATE) or _conversion_at(module)
-    # A method or function that was kept from before ``revert``, or outlives its module.
+    # A method or function that was kept from before ``revert``, or outlives its module: as the user wrote it. A
+    # function that was set on an instance does without the module, which may be gone.
     if module is None or conversion is None:
         if isinstance(what, EntryPoint):
             return what.unbound(module, *args, **kwargs)
@@ -358,16 +381,19 @@ def _enter(what: str | EntryPoint, module: nn.Module | None, args: tuple[Any, ..
         return unbound_method(original_class(module), what.rpartition(".")[2])(module, *args, **kwargs)
     entry = conversion.methods[what] if isinstance(what, str) else what
     tracing = conversion.wrappers.tracing
-    if tracing is not None and tracing == threading.get_ident():  # then the user's own functions run
+    # A static trace of ours runs in this thread, which must see what the user wrote.
+    if tracing is not None and tracing == threading.get_ident():
         return entry.unbound(module, *args, **kwargs)
     # Without the dynamo of an outer ``torch.compile``: ours captures by itself.
     outer = set_eval_frame(None)
     try:
         return conversion(entry, module, args, kwargs)
     except (CaptureError, PolicyError):
+        # Refused at its first call, the model becomes what it was. Not once a call went through (``settled``), nor while
+        # ``convert`` is at it, which undoes it itself (``converting``), nor where another class is around ours by now.
         model = conversion.module()
         if model is not None and not conversion.settled and not conversion.converting and not is_wrapped(model):
-            put_back(model)  # refused at its first call
+            put_back(model)
         raise
     finally:
         set_eval_frame(outer)
@@ -379,8 +405,8 @@ def _follow(module: nn.Module, name: str, just_set: bool = False) -> None:
     The class's own method, put back among the instance's attributes by hand, is deleted there instead.
 
     Args:
-        just_set: captured from its second call on, since some are set for one call (Lightning's redirection of
-            forward).
+        just_set: a user set it a moment ago; it was not found there by ``convert`` or a copy. Then it is captured from
+            its second call on, since some are set for one call (Lightning's redirection of forward).
     """
     function = module.__dict__.get(name)
     conversion = _conversion_at(module)

@@ -197,6 +197,23 @@ def test_the_headline_counts_what_the_last_call_ran(capture):
         assert fxprec.report(model).headline.products == once.products
 
 
+def test_a_static_graph_counts_beside_dynamos_of_the_same_method():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x, flag=None):
+            return self.fc(x) if flag is None else self.fc(x) * 2
+
+    model, x = fxprec.convert(Net(), dtype=torch.bfloat16).module, torch.randn(2, 8)
+    # dynamo takes the call with an object, and the others are static.
+    for flag in (None, object(), None):
+        model(x, flag)
+    assert len(fxprec.graphs(model)) == 2
+    assert "that the last call did not run" not in str(fxprec.report(model))
+
+
 def test_pieces_between_breaks_are_counted_together():
     class Broken(nn.Module):
         def __init__(self):
