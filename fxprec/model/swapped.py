@@ -389,8 +389,8 @@ def _enter(what: str | EntryPoint, module: nn.Module | None, args: tuple[Any, ..
     try:
         return conversion(entry, module, args, kwargs)
     except (CaptureError, PolicyError):
-        # Refused at its first call, the model becomes what it was. Not once a call went through (``settled``), nor while
-        # ``convert`` is at it, which undoes it itself (``converting``), nor where another class is around ours by now.
+        # Refused at its first call, the model becomes what it was. Not after a call went through (``settled``), nor in
+        # ``convert``, which undoes it itself (``converting``), nor where another class is around ours by now.
         model = conversion.module()
         if model is not None and not conversion.settled and not conversion.converting and not is_wrapped(model):
             put_back(model)

@@ -52,7 +52,7 @@ class Expression(NamedTuple):
 
 
 class Question(NamedTuple):
-    """One instruction that asks: ``is``, a call of ``type`` or ``callable``, or a pattern.
+    """Instruction that asks: ``is``, a call of ``type`` or ``callable``, or a pattern.
 
     ``parts``: what it asks about, None for a part that cannot be read. Of ``is`` the two operands; of a call the
     function and its argument; of a pattern its subject alone.
