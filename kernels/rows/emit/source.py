@@ -1,8 +1,34 @@
 """Emits readable Triton source for a row program: a loop over its tiles (``tiling``), in it a variable for each value.
 
-A row longer than a tile is walked several times: each level of reductions is one more pass over its columns, and one
-more stores its results. Column partials are then added up in memory, in the program's own row of them, since a row's
-worth of them does not fit into registers.
+The backward of ``softmax(x + b, -1)``: 96 columns in a tile of 128, and a column partial for the gradient of b::
+
+    COLUMNS: constexpr = 96
+    ROWS: constexpr = 8
+    BLOCK: constexpr = 128
+    start = 0
+    first = tl.program_id(0)
+    column = start + tl.arange(0, BLOCK)[None, :]
+    inside_row = column < COLUMNS                                                  the tile's columns that exist
+    b_value = tl.load(b_ptr + column, mask=inside_row, other=0.0)                  the same in all rows: once
+    total_0 = tl.zeros((ROWS, BLOCK), tl.float32)                                  the column partial
+    for tile in tl.range(first, 1 + (rows - 1) // ROWS, tl.num_programs(0), num_stages=3):
+        row = tl.full((1,), tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        within = row < rows                                                        the tile's rows that exist
+        inside = within[:, None] & inside_row
+        x_value = tl.load(x_ptr + (row * COLUMNS)[:, None] + column, mask=inside, other=0.0)
+        add_2 = x_value + b_value
+        ...
+        sum_14 = tl.sum(tl.where(inside_row, neg_13, 0.0), axis=1, keep_dims=True) a reduction, masked
+        ...
+        total_0 += tl.where(inside, mul_16, 0.0)
+        tl.store(grad_x_ptr + (row * COLUMNS)[:, None] + column, mul_16, mask=inside)
+    mine = partials + first.to(tl.int64) * 96                                      this program's row of partials
+    tl.store(mine + 0 + column, tl.sum(total_0, axis=0, keep_dims=True), mask=inside_row)
+
+A program that takes one tile has no loop, and no ``first``. Blocks of columns are tiles of which several make a row. A
+row longer than a tile is walked several times: each level of reductions is one more pass over its columns, and one more
+stores its results. Column partials are then added up in memory, in the program's own row of them, since a row's worth
+of them does not fit into registers.
 """
 
 from __future__ import annotations
@@ -60,6 +86,7 @@ def emit(
 
 
 def _flat(w: _Writer) -> None:
+    """Write the body of a kernel for one row of any length, of which each program takes a block."""
     w.line("start = tl.program_id(0).to(tl.int64) * BLOCK")
     w.line("column = start + tl.arange(0, BLOCK)[None, :]")
     w.line("inside = column < columns")
@@ -93,7 +120,7 @@ def _tiles(w: _Writer) -> None:
         w.line(f"inside = within[:, None]{' & inside_row' if w.inside_row else ''}")
         w.compute(store.value for store in w.program.stores)
         for n, (store, _) in enumerate(w.partials):
-            # Rows beyond the end load zeros, from which a bias or an exponential makes other numbers: masked again.
+            # Rows beyond the end load as 0, but 0 + bias or exp(0) is not 0: masked again before it is added.
             mask = "inside" if store.columns else "within[:, None]"
             w.line(f"total_{n} += tl.where({mask}, {w.text(store.value)}, 0.0)")
         w.store()
@@ -108,10 +135,9 @@ def _tiles(w: _Writer) -> None:
 def _compute_once(w: _Writer) -> None:
     """Write, before the loop, the values that are the same in every row.
 
-    Reductions stay inside: kept across the loop they would occupy its registers.
+    A reduction stays inside unless another of these values needs it: its result would occupy registers all along.
     """
-    values = [v for v in w.program.values if not v.rows and (v in w.loads or v.op not in REDUCTIONS)]
-    w.compute(value for value in values if not any(v.rows for v in walk([value], w.loads.__contains__)))
+    w.compute(v for v in w.program.values if not v.rows and (v in w.loads or v.op not in REDUCTIONS))
 
 
 def _long_rows(w: _Writer) -> None:
@@ -127,15 +153,19 @@ def _long_rows(w: _Writer) -> None:
         w.suffix = "_last"
         _store_pass(w)
         if w.tiling.persistent:
+            # Other threads of the program may load a partial for the next row than stored it for this one.
             w.line("tl.debug_barrier()  # the next row's partials are read again by this program")
 
 
 def _reduce_pass(w: _Writer, level: int, reductions: list[Value]) -> None:
-    """Write one pass for all the reductions of a level: first lane by lane, then over the lanes."""
+    """Write one pass over the columns for all the reductions of a level.
+
+    Each column of the block adds up by itself (``running``), and at the end these are reduced to one number a row.
+    """
     arguments = [value.args[0] for value in reductions]
-    # One number a row: computed before the loop over the columns, not again in each step of it.
-    rowwise = [v for v in walk([a for a in arguments if isinstance(a, Value)], w.known) if not v.columns]
-    w.compute(value for value in rowwise if value.op not in REDUCTIONS or value in w.loads)
+    # One number a row: computed before the loop over the columns, not again in each step of it. Reductions of earlier
+    # levels are known by now.
+    w.compute(v for v in walk([a for a in arguments if isinstance(a, Value)], w.known) if not v.columns)
     for n, value in enumerate(reductions):
         w.line(f"running_{level}_{n} = tl.full((ROWS, BLOCK), {_NEUTRAL[value.op]}, tl.float32)")
     with w.block(_COLUMNS), w.one_pass():
@@ -143,7 +173,7 @@ def _reduce_pass(w: _Writer, level: int, reductions: list[Value]) -> None:
         w.compute(arguments)
         for n, value in enumerate(reductions):
             running = f"running_{level}_{n}"
-            term = w.inside(value.args[0], _NEUTRAL[value.op])
+            term = w.masked_for_reduction(value.args[0], _NEUTRAL[value.op])
             w.line(f"{running} = {_COMBINE[value.op].format(running, term)}")
     for n, value in enumerate(reductions):
         w.name(value, _REDUCE[value.op].format(f"running_{level}_{n}"))
@@ -160,12 +190,14 @@ def _store_pass(w: _Writer) -> None:
             if store.columns:
                 mask = ", mask=column < COLUMNS" if w.inside_row else ""
                 place = w.partial_place(store, offset)
-                # A program's first row has no earlier partials: the memory is uninitialized, so its load is masked.
+                # A program's first row has no earlier partials: the memory is uninitialized, so its load is masked, as
+                # "tile != first and column < COLUMNS". Triton 3.9 takes no & of a number and a block.
                 w.line(f"earlier = tl.load({place}, mask=column < tl.where(tile != first, COLUMNS, 0), other=0.0)")
                 w.line(f"tl.store({place}, earlier + {w.text(store.value)}{mask})")
     w.store(columns=False)
     for store, offset in w.partials:
         if not store.columns:
+            # Likewise, for one number: its address is a block of 1 x 1, and so must be its mask.
             place = w.partial_place(store, offset)
             w.line(f"earlier = tl.load({place}, mask=tl.full((1, 1), tile, tl.int64) != first, other=0.0)")
             w.line(f"tl.store({place}, earlier + {w.text(store.value)})")
@@ -206,8 +238,10 @@ class _Writer:
         self.loads = dict(zip(values, loads, strict=True))
         self.ports = dict(program.loads)
         self.stores = [each for each in zip(program.stores, stores, strict=True) if not each[0].partial]
-        # An output in FP32 shows errors that a rounding to low hides.
-        self._exact = any(store.dtype is torch.float32 and store.rows and store.columns for store in program.stores)
+        # An output in FP32 shows errors that a rounding to a low dtype hides.
+        self._stores_fp32 = any(
+            store.dtype is torch.float32 and store.rows and store.columns for store in program.stores
+        )
         self._exact_values = program.exact_values
         self.partials, self.width = program.partials, program.partial_width
         self.lines: list[str] = []
@@ -276,10 +310,10 @@ class _Writer:
             return f'float("{number}")'
         return repr(number) if number >= 0 else f"({number!r})"
 
-    def inside(self, value: Operand, neutral: str) -> str:
+    def masked_for_reduction(self, value: Operand, neutral: str) -> str:
         """Return a value with its elements beyond the end of a row replaced by a reduction's neutral element."""
-        inside = self.inside_row
-        return f"tl.where({inside}, {self.text(value)}, {neutral})" if inside else self.text(value)
+        mask = self.inside_row
+        return f"tl.where({mask}, {self.text(value)}, {neutral})" if mask else self.text(value)
 
     def _define(self, value: Value) -> str:
         if value in self.loads:
@@ -295,7 +329,7 @@ class _Writer:
 
     def _expression(self, value: Value) -> str:
         if value.op in REDUCTIONS:
-            return _REDUCE[value.op].format(self.inside(value.args[0], _NEUTRAL[value.op]))
+            return _REDUCE[value.op].format(self.masked_for_reduction(value.args[0], _NEUTRAL[value.op]))
         if value.op == "keep":
             number, p = value.attribute
             row, count = ("tl.zeros((1,), tl.int64)", "columns") if self.flat else ("row", "COLUMNS")
@@ -307,8 +341,10 @@ class _Writer:
         whole = value.op in COMPARISONS and any(isinstance(a, Value) and a.kind == "integer" for a in value.args)
         arguments = [str(int(a)) if whole and not isinstance(a, Value) else self.text(a) for a in value.args]
         # One number a row is cheap to compute exactly, and its error would be in every element of the row.
-        exact = value.op in _EXACT and (self._exact or not value.columns or value in self._exact_values)
-        return (_EXACT if exact else _EXPRESSIONS)[value.op].format(*arguments)
+        precise = value.op in _PRECISE_EXPRESSIONS and (
+            self._stores_fp32 or not value.columns or value in self._exact_values
+        )
+        return (_PRECISE_EXPRESSIONS if precise else _EXPRESSIONS)[value.op].format(*arguments)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -327,7 +363,8 @@ class _Writer:
         text = f" + ({' + '.join(parts)})[:, None]" if parts else ""
         if access.columns:
             return text + (" + column" if access.columns == "1" else f" + column.to(tl.int64) * {access.columns}")
-        return text + " + column * 0" if columns or parts else text
+        # Likewise for columns: what is loaded or stored is a block, whatever its stride.
+        return text + " + column * 0" if columns else text
 
     def _mask(self, rows: bool, columns: bool) -> str:
         """Return the mask of the tile's elements that exist; "" where all do."""
@@ -401,7 +438,7 @@ _NAMES: Final = MappingProxyType(
 )
 #: Used for values that are stored in FP32, are one number a row, or feed a discontinuous op: a GPU's default functions
 #: are approximations, good enough for low outputs.
-_EXACT: Final = MappingProxyType(
+_PRECISE_EXPRESSIONS: Final = MappingProxyType(
     {"div": "tl.div_rn({}, {})", "exp": "exp({})", "sigmoid": "tl.div_rn(1.0, 1.0 + exp(-{}))"}
 )
 _EXPRESSIONS: Final = MappingProxyType(

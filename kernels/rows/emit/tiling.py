@@ -7,8 +7,21 @@ Four kinds, by what the row program needs::
     tile     reductions over rows that fit into one tile
     loop     reductions over longer rows: each level of reductions is one more pass over the columns
 
-Where there are column partials a program goes on from tile to tile and adds them up; otherwise it takes one tile. The
-grid has one dimension, the only one that may be long.
+Where there are column partials a program goes on from tile to tile and adds them up (it is *persistent*); otherwise it
+takes one tile. The grid has one dimension, the only one that may be long.
+
+A tile must fit into registers, since a value that spills to memory costs more than the fusion saves. A thread has at
+most 255, and a multiprocessor 65,536 for all its threads. The estimate, in *values of the tile*, each of which takes as
+many registers of a thread as the thread has elements::
+
+    registers of a thread = 28 + elements of a thread * values        with
+    values = live values of rows x columns, and column partials       ``_pressure``
+           + live values of one number a row / 4, and row indices / 4  if the tile has several rows
+           + half the number of dropouts                              whose draws have numbers of their own
+           + 2 * tensors                                              if elements are loaded one by one: addresses
+
+A layer norm of 768 columns with dropout and a bias: 7 values. With 32 elements a thread that makes 28 + 32 * 7 = 252,
+which fits (244 were counted); with 8 values it would take 16 elements a thread, and twice the warps.
 """
 
 from __future__ import annotations
@@ -23,27 +36,30 @@ from fxprec.kernels.rows.program.values import Value
 
 #: Columns that a reduction may have in one tile.
 LONGEST_TILE: Final = 16384
-#: Elements of a program of one warp, 32 a thread, which loads ahead; longer rows take a warp for half as many. Measured
-#: on an H200 (2026-11-26, torch 2.11, bfloat16): layer norm of 768 columns with dropout ran at 85 % of a copy's
-#: bandwidth forward and 83 % backward (75 % and 44 % with 8 elements a thread), RMS norm of 2048 at 91 % and 88 %.
-_ONE_WARP: Final = 1024
-#: Elements of a thread, the best first, of tiles up to 1024, up to 8192 and longer ones.
-_LONGER: Final = (_ONE_WARP, LONGEST_TILE // 2)
-_EACH: Final = ((32, 8, 16), (16, 32, 8), (32, 16))
-#: Columns that are read at once, of 2 bytes, where rows are whole numbers of them.
+#: Elements of a tile of several short rows: one warp, with 32 elements a thread, which loads ahead. Measured on an H200
+#: (2026-11-26, torch 2.11, bfloat16): layer norm of 768 columns with dropout ran at 85 % of a copy's bandwidth forward
+#: and 83 % backward (75 % and 44 % with 8 elements a thread), RMS norm of 2048 at 91 % and 88 %.
+_SMALL_TILE: Final = 1024
+#: Largest tiles of the first two classes; the third is of longer ones.
+_TILE_CLASSES: Final = (_SMALL_TILE, LONGEST_TILE // 2)
+#: Elements of a thread for each class of tiles, the best first; what follows is tried where registers do not suffice.
+_ELEMENTS_PER_THREAD: Final = ((32, 8, 16), (16, 32, 8), (32, 16))
+#: Columns of 2 bytes that are read at once, where rows are whole numbers of them.
 _VECTOR: Final = 8
-#: Elements of a thread whose rows are no whole numbers of vectors: each has an address of its own.
-_NARROW: Final = (16, 8)
+#: Elements of a thread where rows are no whole numbers of vectors: each has an address of its own.
+_UNVECTORED_PER_THREAD: Final = (16, 8)
 #: Rows of such a tile up to which addresses are few, since they differ by what is known to the compiler: layer norm's
 #: backward of five tensors took 122 registers with 4 rows, 221 with 8, and spilled with 16.
 _SHARED_ADDRESSES: Final = 4
-#: Numbers a row that take as many registers as a value of the tile: a thread reads four FP32 values of a row at once,
-#: so it has a quarter as many rows as elements. Three norms in a row, which keep seven statistics to the end, took 267
-#: registers with 4 values of a tile, 32 elements a thread, and two dimensions of rows.
+#: Numbers of a row (a value without columns, an index) that take as many registers as one value of the tile: a thread
+#: reads four FP32 values of a row at once, so that it has a quarter as many rows as elements. Three norms in a row,
+#: which keep seven statistics to the end, took 267 registers with 4 values of a tile, 32 elements a thread, and two
+#: dimensions of rows.
 _ROW_NUMBERS: Final = 4
 #: Registers of a 64-bit number. A row's number is one; with several row dimensions each has three: its index, the
 #: remainder for the next dimension, and the offset.
 _INDEX: Final = 2
+#: Elements of a block of columns where nothing is reduced.
 _FLAT: Final = 1024
 #: Tiles that are on their way or computed at one time.
 _STAGES: Final = 3
@@ -60,7 +76,7 @@ class Tiling:
         warps: of a program.
         persistent: programs go from tile to tile.
         stages: of a persistent program's loads, which are ahead of what it computes; 1: none is.
-        resident: persistent programs for each multiprocessor.
+        resident: how many persistent programs there are for each multiprocessor, at most.
     """
 
     kind: str
@@ -75,10 +91,13 @@ class Tiling:
         """Return how many programs share a row."""
         return -(-columns // self.block) if self.kind in ("flat", "blocks") else 1
 
-    def down(self, rows: int, columns: int, resident: int) -> int:
-        """Return how many programs share a column, if ``resident`` programs fill the device."""
+    def down(self, rows: int, columns: int, device_programs: int) -> int:
+        """Return how many programs share a column. ``device_programs``: how many persistent ones the device is to run.
+
+        The grid has ``down * across`` programs.
+        """
         tiles = -(-rows // self.rows)
-        return min(tiles, max(1, resident // self.across(columns))) if self.persistent else tiles
+        return min(tiles, max(1, device_programs // self.across(columns))) if self.persistent else tiles
 
     def masked(self, columns: int) -> bool:
         """Return whether a tile may reach over the end of a row."""
@@ -100,27 +119,34 @@ def tiling_of(program: RowProgram, flat: bool, count: int, dimensions: int = 1, 
     if not program.reduces and block > _FLAT:
         return _blocks(columns, count, partial)
     wide = vectors and columns % _VECTOR == 0
-    rows = max(1, (_ONE_WARP if wide else _ONE_WARP // 2) // block) if count > 1 else 1
-    draws = sum(value.op == "keep" for value in program.values)
-    values = _pressure(program) + draws // 2  # draws have numbers of their own, and so have rows
+    rows = max(1, (_SMALL_TILE if wide else _SMALL_TILE // 2) // block) if count > 1 else 1
+    values = _values(program, rows, dimensions, wide)
+    warps = None if block > LONGEST_TILE else _warps(rows * block, values, wide)
+    # Small tiles, of which several rows make one, are not cut further: four warps, whatever the estimate says.
+    if warps is None and block > _SMALL_TILE:
+        return Tiling("loop", 1, 4096, 8, partial)
+    return Tiling("tile", rows, block, warps or 4, partial, _STAGES if partial and rows * block <= _SMALL_TILE else 1)
+
+
+def _values(program: RowProgram, rows: int, dimensions: int, wide: bool) -> int:
+    """Return the values of the tile that registers must hold at a time (see above), for a tile of ``rows``."""
+    values = _pressure(program) + sum(value.op == "keep" for value in program.values) // 2
     if rows > 1:
         indices = _INDEX * (1 if dimensions == 1 else 3 * dimensions)
         values += -(-(indices + _live(program, columns=False)) // _ROW_NUMBERS)
+    # An address takes two registers, as many as two values.
     if not wide and rows > _SHARED_ADDRESSES:
         values += 2 * _full_tensors(program)
-    warps = None if block > LONGEST_TILE else _warps(rows * block, values, wide)
-    if warps is None and block > _ONE_WARP:
-        return Tiling("loop", 1, 4096, 8, partial)
-    return Tiling("tile", rows, block, warps or 4, partial, _STAGES if partial and rows * block <= _ONE_WARP else 1)
+    return values
 
 
 def _warps(elements: int, values: int, wide: bool) -> int | None:
     """Return the warps for a tile of ``elements`` with ``values`` live at a time, or None if registers do not suffice.
 
-    ``wide``: elements are loaded as vectors. Otherwise each has an address, two registers, and a thread has half as
-    many.
+    ``wide``: elements are loaded as vectors. Otherwise a thread has fewer, since each has an address.
     """
-    for each in _EACH[bisect(_LONGER, elements - 1)] if wide else _NARROW:
+    per_thread = _ELEMENTS_PER_THREAD[bisect(_TILE_CLASSES, elements - 1)] if wide else _UNVECTORED_PER_THREAD
+    for each in per_thread:
         warps = max(1, elements // (32 * each))
         registers = min(255, 65536 // (32 * warps))
         if warps <= 32 and values <= (registers - 28) // each:
@@ -137,8 +163,8 @@ def _full_tensors(program: RowProgram) -> int:
 def _pressure(program: RowProgram) -> int:
     """Return how many values of a tile are live at one time, in the order of the source, with the column partials.
 
-    Registers of a thread are about 28, and its elements times this: within 15 % for norms with gelu, dropout and
-    biases (32 elements, 7 values: 244; 16 elements, 7 values: 136).
+    The estimate of registers was within 15 % for norms with gelu, dropout and biases (of 7 values, with 32 elements a
+    thread 244 were counted, and with 16 elements 136).
     """
     return _live(program, columns=True) + sum(store.partial and store.columns for store in program.stores)
 
@@ -154,8 +180,10 @@ def _live(program: RowProgram, columns: bool) -> int:
                 last[argument] = max(last[argument], place[value])
                 if argument in loads:
                     first[argument] = place[value]  # backwards through the program: the earliest reader is seen last
+    # What is stored is live to the end.
     last |= {store.value: len(place) for store in program.stores if isinstance(store.value, Value)}
-    # +1 where a value is first used, -1 after its last use: the running sum is the number of live values.
+    # +1 where a value is first used, -1 after its last use: the running sum is the number of live values. Roundings are
+    # not counted: the estimate without them is what was compared with the registers that kernels took.
     change = [0] * (len(place) + 1)
     for value in program.values:
         if value.op != "round" and (value.columns if columns else value.rows and not value.columns):
@@ -169,9 +197,11 @@ def _blocks(columns: int, count: int, partial: bool) -> Tiling:
 
     A bias and gelu of 3072 columns ran at 94 % forward and 81 % backward of a copy's bandwidth (see above).
     """
+    # Blocks of 512 where they divide a row, so that none is partly empty, or where a row has many of them anyway.
     halves = columns % 512 == 0 or columns > 4096
     if not partial:
         rows, block = 4 if count > 1 else 1, 512 if halves else 1024
-        return Tiling("blocks", rows, block, max(1, rows * block // _ONE_WARP), False)
+        return Tiling("blocks", rows, block, max(1, rows * block // _SMALL_TILE), False)
+    # With partials fewer and larger blocks of one row, and 8 elements a thread: a partial stays in registers for each.
     block = 512 if halves and columns % 1024 and columns <= 4096 else 1024
     return Tiling("blocks", 1, block, block // 256, True, _STAGES, 8)
