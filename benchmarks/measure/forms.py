@@ -54,7 +54,9 @@ class Case:
         if self.direction == "forward":
             return sum(spec.bytes for spec in (*plan.inputs, *plan.outputs))
         program = plan.backward_program
-        read = [plan.saved(kind, n)[1] for kind, n in program.saved] + [plan.outputs[n] for n in program.cotangents]
+        read = [plan.named_saved(kind, n)[1] for kind, n in program.saved] + [
+            plan.outputs[n] for n in program.cotangents
+        ]
         return sum(spec.bytes for spec in (*read, *plan.gradients) if spec is not None)
 
     def with_launch(self, launch: Launch) -> RegionPlan:

@@ -38,7 +38,7 @@ from fxprec.kernels.nn import max_pool
 from fxprec.kernels.nn.cross_entropy_reference import count_targets, reference
 from fxprec.kernels.rows.program.layout import Layout, Spec
 from fxprec.kernels.rows.program.row_program import Store
-from fxprec.kernels.rows.run.evaluate import evaluate, evaluated_backward
+from fxprec.kernels.rows.run.evaluate import evaluate, raw_gradients
 from fxprec.kernels.rows.run.plan import plan_of
 from fxprec.passes.torch_internals import schema_of
 from fxprec.torch_internals import aten_flash_attention_for_cpu
@@ -258,7 +258,7 @@ def region_backward(
     """Compute ``fxprec::region_backward`` in the dtype of what it reads."""
     known = plan_of(plan)
     dtype = _dtype((*saved, *cotangents))  # of a sum nothing is saved
-    values = evaluated_backward(known, saved, cotangents, seeds, seed, dtype, rounds=False)
+    values = raw_gradients(known, saved, cotangents, seeds, seed, dtype, rounds=False)
     stores, layout = known.backward_program.program.stores, known.layout
     made = [
         _stored(value, store, spec, layout)

@@ -48,7 +48,7 @@ def decided(
     values = made_again(plan)
     specs = [_spec(plan, value) for value in values]
     with forward:
-        made = plan.empty_results(keep=True)
+        made = plan.empty_results(with_statistics=True)
         firsts = [spec.empty(plan.device) for spec in specs]
         launch = _launch(plan, False, values, specs, changes)
         launch([*inputs, *made, *firsts], seeds, 0, None)
@@ -84,7 +84,7 @@ def _launch(
     write: list[tuple[str, Spec | None]]
     if backward:
         bw = plan.backward_program
-        read = [plan.saved(kind, n) for kind, n in bw.saved]
+        read = [plan.named_saved(kind, n) for kind, n in bw.saved]
         read += [(f"grad_{n}", plan.outputs[n]) for n in bw.cotangents]
         write = [(f"gradient_{n}", spec) for n, spec in enumerate(plan.gradients)]
         launch = plan._prepared("decided again", "decided_again", more(bw.program), read, [*write, *names])

@@ -39,7 +39,8 @@ class KernelArguments:
         strides: names of the stride arguments.
         numbers: the integer arguments: rows (of a flat program columns), sizes of all row dimensions but the outermost,
             strides.
-        wide: whether the columns of each full tensor are next to each other, and the strides of its rows divide by 8.
+        wide: whether the columns of each full tensor are next to each other, and those strides of its rows that are
+            arguments divide by 8. A stride of COLUMNS is not asked about: the number of columns must divide by 8, too.
     """
 
     loads: tuple[tuple[str, Access], ...]
@@ -59,16 +60,18 @@ def kernel_arguments(
     """Find the pointers and integer arguments of a kernel.
 
     Args:
-        loads, stores: name and place of each tensor, in the program's order; partial stores have no place.
+        loads, stores: name and place of each tensor, in the program's order; partial stores have none (None).
     """
     ports = [*((port.rows, port.columns) for _, port in program.loads), *((s.rows, s.columns) for s in program.stores)]
     named = [*loads, *stores]
     sizes, places = merged(layout, [place for _, place in named if place is not None])
-    found, taken, strides = iter(places), set[str](), dict[str, int]()
+    merged_places, taken, strides = iter(places), set[str](), dict[str, int]()
     pointers: list[tuple[str, Access]] = []
     for (tensor, place), (rows, columns) in zip(named, ports, strict=True):
         tensor = _unique(tensor, taken)
-        access = Access((), "") if place is None else _access(tensor, next(found), rows, columns, layout, strides)
+        access = Access((), "")
+        if place is not None:
+            access = _access(tensor, next(merged_places), rows, columns, layout, strides)
         pointers.append((f"{tensor}_ptr", access))
     # Tensors that vary along rows and columns are most of the traffic: only their strides decide on wide accesses.
     full = [
@@ -96,7 +99,7 @@ def _unique(name: str, taken: set[str]) -> str:
 def _access(tensor: str, place: Strides, rows: bool, columns: bool, layout: Layout, strides: dict[str, int]) -> Access:
     """Return the strides of a tensor as the kernel writes them; add those that become arguments to ``strides``."""
 
-    def named(stride: int, label: str, varies: bool) -> str:
+    def stride_text(stride: int, label: str, varies: bool) -> str:
         if not stride or not varies:
             return ""
         if stride == 1:
@@ -107,5 +110,5 @@ def _access(tensor: str, place: Strides, rows: bool, columns: bool, layout: Layo
         strides[f"{tensor}_{label}"] = stride
         return f"{tensor}_{label}"
 
-    along = tuple(named(stride, f"stride_{i}", rows) for i, stride in enumerate(place.row_strides))
-    return Access(along, named(place.column_stride, "step", columns))
+    along = tuple(stride_text(stride, f"stride_{i}", rows) for i, stride in enumerate(place.row_strides))
+    return Access(along, stride_text(place.column_stride, "step", columns))

@@ -9,7 +9,8 @@ from fxprec.kernels.launch.triton_support import jit, tl
 def exp(x):
     """Return exp(x), fp32 -> fp32, within 3 ulp: ``tl.exp`` rounds x * log2(e) before exp2 and is off by up to 64."""
     product = x * 1.44269502
-    rest = tl.fma(x, 1.44269502, -product) + x * 1.925963e-8  # what its rounding lost, and what log2(e) has beyond FP32
+    # The rounding error of the product, and x times the digits of log2(e) beyond FP32.
+    rest = tl.fma(x, 1.44269502, -product) + x * 1.925963e-8
     power = tl.exp2(product)
     # Near the ends of FP32's range the correction is inf - inf, or lost among subnormals: there exp2 serves alone.
     return tl.where(tl.abs(product) < 126.0, power + power * (rest * 0.6931472), power)
@@ -30,9 +31,9 @@ def expm1(x):
     u = exp(x)
     shifted = u - 1.0
     # Kahan: the errors of u - 1 and of log(u) cancel. Where u is 1 the quotient would be 0 / 0, and x is the result.
-    exact = tl.where(shifted == 0.0, 1.0, shifted)
+    change = tl.where(shifted == 0.0, 1.0, shifted)
     logarithm = tl.log(tl.where(u == 1.0, 2.0, u))
-    small = exact * (x / logarithm)
+    small = change * (x / logarithm)
     return tl.where(u == 1.0, x, tl.where(tl.abs(x) < 1.0, small, shifted))
 
 

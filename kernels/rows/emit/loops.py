@@ -8,8 +8,8 @@ Rows are cut into tasks, which threads share (of a flat program, which has one r
         rsqrt_5 = 1 / sqrt(sum_3 / COLUMNS + eps)   what columns do not change, once
         for each column: out = x * rsqrt_5 * w      what is stored; column partials are added up in the task's own row
 
-A value is computed anew in each loop over the columns, but what takes long (``exp`` and its like) is kept from the
-first of them on. Nothing is contracted to FMA: what a backward computes anew is what the forward had.
+A value is computed anew in each loop over the columns, but what takes long (functions of libm, and divisions) is kept
+from the first of them on. Nothing is contracted to FMA: what a backward computes anew is what the forward had.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fxprec.kernels.rows.emit.addresses import Access
 from fxprec.kernels.rows.program.row_program import RowProgram, Store
 from fxprec.kernels.rows.program.values import COMPARISONS, Declined, Operand, Value, walk
 
-#: Columns that a loop of reductions adds at once. gcc takes twice as many where it reads bfloat16, and the longer rest
-#: of a row one by one (a layer norm of 50 columns took twice the time).
+#: Columns that a loop of reductions adds at once. Left to itself gcc takes twice as many where it reads bfloat16, and
+#: adds up one by one what is left of a row then: a layer norm of 50 columns took twice the time.
 _AT_ONCE: Final = 16
 #: What every source defines: (tensors, integers, column partials, tasks, threads).
 FUNCTION: Final = "run"
@@ -45,8 +45,8 @@ def emit_loops(
 ) -> str:  # fmt: skip
     """Return the source of a library with ``FUNCTION``, which takes the integers of ``KernelArguments``, then columns.
 
-    No name in it is the model's, so that equal layers share it; and sizes are no part of it but for what is a number of
-    the program, as the 1 / columns of a mean: sequences of another length compile nothing anew.
+    No name in it is the model's, so that equal layers share it. Sizes are arguments, not text: sequences of another
+    length compile nothing anew. Only constants of the program are in it, such as the 1 / columns of a mean.
 
     Args:
         loads, stores: strides of each tensor, as text.
@@ -81,8 +81,9 @@ def _header() -> str:
 def check_supported(program: RowProgram) -> None:
     """Raise ``Declined`` for programs that loops do not support.
 
-    Vectors and the rest of a row are not computed by the same code: functions of libm differ there by a unit in the
-    last place, so that a value computed anew from them might equal no saved maximum.
+    The columns that vectors leave over are not computed by the same code: libm's functions may differ there in the last
+    bit. So ``x == max(x)`` might hold for no column, where the backward computes x anew. Programs that compare such
+    values for equality are declined.
     """
     for _, port in program.loads:
         if port.dtype not in _TYPES:
@@ -228,6 +229,7 @@ class _Writer:
     # -- values ------------------------------------------------------------------------------------------------------
 
     def _known(self, value: Value) -> bool:
+        """Return whether a value needs no computation. Not each has a name: a loop reads what an earlier one kept."""
         return value in self._loads or value in self._names or value in self._filled
 
     def _compute(self, roots: Iterable[Operand]) -> None:
@@ -320,8 +322,12 @@ _KINDS: Final = MappingProxyType({"float": "float", "integer": "int64_t", "bool"
 _LOADED: Final = MappingProxyType({torch.bfloat16: "wide({})", torch.bool: "{} != 0"})
 _NEUTRAL: Final = MappingProxyType({"sum": "0.0f", "max": "-INFINITY", "min": "INFINITY"})
 _REDUCTIONS: Final = MappingProxyType({"sum": "+", "max": "larger", "min": "smaller"})
+#: New value of a reduction from (its value so far, a column). Of equal numbers ``larger`` and ``smaller`` return the
+#: second: the value so far stays, as where ``loops.h`` joins the lanes.
 _COMBINE: Final = MappingProxyType({"sum": "{} + {}", "max": "larger({1}, {0})", "min": "smaller({1}, {0})"})
+#: Functions of libm; ``program.prices`` has the same in its list of steps.
 _LIBM: Final = frozenset({"exp", "exp2", "expm1", "log", "log2", "log1p", "erf", "tanh", "sigmoid"})
+#: Operations whose results are kept from loop to loop.
 _LONG: Final = _LIBM | {"div"}
 _NAMES: Final = MappingProxyType({
     "where": "chosen", "and": "both", "or": "either", "not": "other", "abs": "magnitude", "round": "rounded",

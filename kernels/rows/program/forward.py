@@ -16,7 +16,7 @@ from fxprec.kernels.rows.program.region_graph import is_inserted, op_name
 from fxprec.kernels.rows.program.row_program import Forward, Port, RowProgram, Store
 from fxprec.kernels.rows.program.values import Builder, Declined, RowTerm, Value
 
-#: Dtypes that nodes may have. Integers would wrap where they are computed, and FP32 has 24 bits.
+#: Dtypes that nodes may have. Not integers: torch computes them modulo 2 ** n, and FP32 is exact to 24 bits only.
 _COMPUTED: Final = (torch.float32, torch.float16, torch.bfloat16, torch.bool)
 
 
@@ -60,7 +60,10 @@ def forward(
     """Return the forward program of a region's graph, whose nodes carry ``meta["shape"]`` and ``meta["torch_dtype"]``.
 
     Args:
-        port: how a tensor of a shape and dtype varies.
+        shape: of the region, to which all inputs broadcast.
+        reduced: how many trailing dimensions are the columns of reductions; 0 without reductions.
+        port: function from a shape and dtype to the port of such a tensor: along what it varies.
+        columns: how many columns there are.
 
     Raises:
         Declined: something that row programs do not know.
@@ -70,6 +73,7 @@ def forward(
     loads: list[tuple[Value, Port]] = []
     seeds = itertools.count()
     returned = set(gm.graph.output_node().all_input_nodes)
+    # Each node becomes a term: a value, and the shape that torch gives it.
     for node in gm.graph.nodes:
         if node.op == "output":
             continue
@@ -91,35 +95,38 @@ def forward(
             term = _dropout(b, args, kwargs, tuple(shape), seeds)
         else:
             term = lower(b, name, args, kwargs, reduced)
-        # Rows and columns follow from broadcasting alone: the shape of anything else comes out otherwise here.
+        # Terms know broadcasting only. Where torch's shape is another one, an op moves or resizes dimensions.
         if tuple(term.shape) != own:
             raise Declined(f"{name} gives {own}, which the rows and columns do not show")
         if dtype not in _COMPUTED:
             raise Declined(f"{name} gives {dtype}")
         if dtype is torch.bool:
-            term = RowTerm(b.truth(term.value), own, term.dropped)  # a sum of bools is an or, a product an and
+            term = RowTerm(b.truth(term.value), own, term.columns_dropped)  # a sum of bools is an or, a product an and
         if node in returned and dtype in LOW_DTYPES and isinstance(term.value, Value):
             # Other kernels read the stored value, so what follows inside the region must use the rounded one too.
-            term = RowTerm(b.round(term.value, dtype), own, term.dropped)
+            term = RowTerm(b.round(term.value, dtype), own, term.columns_dropped)
         terms[node] = term
     outputs = tuple(_output(node, terms[node], port, reduced) for node in gm.graph.output_node().args[0])  # type: ignore[union-attr]
+    # The counter's next number is how many seeds were taken.
     program = RowProgram(tuple(loads), outputs, next(seeds), columns)
     return Forward(program, b, tuple(v for v, _ in loads), tuple(p for _, p in loads), outputs, b.made)
 
 
 def _cast(b: Builder, node: Node, x: RowTerm, dtype: torch.dtype) -> RowTerm:
+    """Lower a cast. Of low casts only the user's round: an inserted one says in which dtype the next op would read."""
     if not dtype.is_floating_point or dtype is torch.float64:
         raise Declined(f"a cast to {dtype}")
     value = b.float(x.value)
     if not is_inserted(node) and dtype is not torch.float32 and isinstance(value, Value):
-        value = b.round(value, dtype)  # the user's own cast rounds; ours only says in what the next op would read
-    return RowTerm(value, x.shape, x.dropped)
+        value = b.round(value, dtype)
+    return RowTerm(value, x.shape, x.columns_dropped)
 
 
 def _dropout(b: Builder, args: Any, kwargs: Any, shape: tuple[int, ...], seeds: Any) -> RowTerm:
     def bound(x: RowTerm, p: float = 0.5, training: bool = True, inplace: bool = False) -> RowTerm:
         if not training or p == 0:
             return x
+        # One number is drawn for each element of rows x columns.
         if tuple(x.shape) != shape:
             raise Declined("dropout of a tensor that is broadcast afterwards")
         if p == 1:
@@ -132,11 +139,11 @@ def _dropout(b: Builder, args: Any, kwargs: Any, shape: tuple[int, ...], seeds: 
 
 
 def _output(node: Node, term: RowTerm, port: Callable[[Sequence[int], torch.dtype], Port], reduced: int) -> Store:
-    # What varies along some rows only would be written by several programs at once.
     dtype = node.meta["torch_dtype"]
     if dtype not in _COMPUTED:
         raise Declined(f"an output of {dtype}")
-    found = port(term.shape + (1,) * reduced if term.dropped else term.shape, dtype)
+    found = port(term.shape + (1,) * reduced if term.columns_dropped else term.shape, dtype)
+    # What varies along some rows only would be written by several programs at once.
     if not found.rows or found.some_rows:
         raise Declined("an output that does not vary along all the rows")
-    return Store(term.value, dtype, found.rows, found.columns, dropped=reduced if term.dropped else 0)
+    return Store(term.value, dtype, found.rows, found.columns, dropped=reduced if term.columns_dropped else 0)

@@ -1,13 +1,15 @@
 """Finds the layout of a region: one iteration space of rows x columns, and the strides of each tensor in it.
 
 The space has the region's broadcast shape. Its dimensions are ordered as the first tensor of that shape has them in
-memory, so that channels_last runs along channels; an expanded tensor leads only if all are. With reductions the columns
-are the reduced, last dimensions; without, they are the innermost dimensions that every tensor walks with one stride,
-which for equal dense tensors is all of them: then there is one row, and the program is *flat*.
+memory, so that channels_last runs along channels; an expanded tensor gives the order only if all are expanded. With
+reductions the columns are the reduced, last dimensions; without, they are the innermost dimensions that every tensor
+walks with one stride, which for equal dense tensors is all of them: then there is one row, and the program is *flat*.
 
     shape (8, 512, 768), x contiguous, bias (768,), reduced 0   ->  4096 rows x 768 columns; bias varies along columns
     shape (8, 64, 32, 32), x channels_last, bias (64, 1, 1)     ->  8192 rows x 64 columns
     shape (8, 12, 512, 512), mask (8, 1, 1, 512), reduced 1     ->  rows (8, 6144) x 512 columns; mask strides (512, 0)
+
+The sizes of the rows are those after ``merged``: before it they have a size for each of the region's dimensions.
 
 A tensor's shape, strides and dtype, without its values, are a ``Spec``.
 """
@@ -89,10 +91,10 @@ class Layout:
         def extent(dims: tuple[int, ...]) -> int:
             return math.prod(self.shape[d] for d in dims) if any(x.shape[d] != 1 for d in dims) else 1
 
-        # Expanded along all rows or none: a kernel has one stride for what was merged.
+        # A tensor that varies along some of the row dimensions is expanded along all: only then can they become one.
         shape = [1] * rank
         for dims in (self.row_dims, self.column_dims):
-            if extent(dims) != 1 or any(x.shape[d] != 1 for d in dims):
+            if any(x.shape[d] != 1 for d in dims):
                 for d in dims:
                     shape[d] = self.shape[d]
         # Dimensions of size 1 are in neither list, and may stand anywhere.
@@ -111,17 +113,22 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Strides:
-    """Strides of one tensor in the space, for each (merged) row dimension and for the columns; 0: does not vary."""
+    """Strides of one tensor in the space, for each row dimension and for the columns; 0: does not vary.
+
+    Row dimensions here are those that ``merged`` left. Before it ``place`` gives the same, as a list and a number.
+    """
 
     row_strides: tuple[int, ...]
     column_stride: int
 
 
-def find_layout(shape: Sequence[int], full: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], reduced: int) -> Layout:
+def find_layout(
+    shape: Sequence[int], tensors: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], reduced: int
+) -> Layout:
     """Return the iteration space for a broadcast shape.
 
     Args:
-        full: (shape, strides) of the tensors. The first one of the region's own shape orders the dimensions.
+        tensors: (shape, strides) of each. The first one of the region's own shape orders the dimensions.
         reduced: how many trailing dimensions the region reduces over; 0: the columns are chosen here.
 
     Raises:
@@ -129,9 +136,9 @@ def find_layout(shape: Sequence[int], full: Sequence[tuple[tuple[int, ...], tupl
     """
     shape = tuple(shape)
     rank = len(shape)
-    strides = [_broadcast(own, stride, shape) for own, stride in full]
+    strides = [_broadcast_strides(own, stride, shape) for own, stride in tensors]
     # Strides of 0, of an expanded tensor, say nothing of the order in memory: a tensor without them leads.
-    whole = [s for (own, _), s in zip(full, strides, strict=True) if own == shape]
+    whole = [s for (own, _), s in zip(tensors, strides, strict=True) if own == shape]
     leading = next((s for s in whole if all(s[d] for d in range(rank) if shape[d] != 1)), whole[0] if whole else None)
     order = [d for d in range(rank) if shape[d] != 1]
     if leading is not None:
@@ -155,7 +162,7 @@ def place(layout: Layout, shape: Sequence[int], strides: Sequence[int]) -> tuple
     Raises:
         Declined: columns of several dimensions that this tensor does not walk with one stride.
     """
-    own = _broadcast(tuple(shape), tuple(strides), layout.shape)
+    own = _broadcast_strides(tuple(shape), tuple(strides), layout.shape)
     # The kernel walks all columns by one stride, whatever dimensions they are.
     columns = layout.column_dims
     for outer, inner in itertools.pairwise(columns):
@@ -198,7 +205,8 @@ def dense_strides(layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _broadcast(own: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+def _broadcast_strides(own: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a tensor's strides in the region's shape: 0 where it has size 1 or lacks the dimension."""
     missing = len(shape) - len(own)
     return (0,) * missing + tuple(stride if size != 1 else 0 for size, stride in zip(own, strides, strict=True))
 

@@ -35,7 +35,10 @@ def is_inserted(node: Node) -> bool:
 
 
 def structure_of(gm: GraphModule) -> str:
-    """Return a text that is equal for graphs that compute the same from their inputs."""
+    """Return the graph's calls with numbers for nodes: equal for graphs that are the same but for names.
+
+    Shapes and dtypes are not in it: ``derive`` keeps programs by these, for each such text.
+    """
     # Kept with the graph, which does not change once it is a region: every plan of every copy asks.
     known = gm.meta.get("structure")
     if known is None:
@@ -61,6 +64,8 @@ def _lines(gm: GraphModule) -> list[str]:
 
 
 class _Name(str):
+    """Text that stands in a list's repr as it is, without quotes."""
+
     __slots__ = ()
 
     def __repr__(self) -> str:

@@ -93,7 +93,8 @@ class RowProgram:
     def is_discontinuous(self) -> bool:
         """True if an op is discontinuous (``DECIDING``): the last bits of its operands then decide between results.
 
-        Such a program is compiled without FMAs, since forward and backward would contract other products.
+        Such a program is compiled without FMAs: the compiler might fuse a product with a sum in one of the two kernels
+        and not in the other, and then their bits would differ.
         """
         return bool(self._discontinuous)
 
@@ -110,7 +111,7 @@ class RowProgram:
 
     @property
     def _discontinuous(self) -> list[Value]:
-        # A maximum that was kept decides nothing by itself.
+        # A maximum that the forward saved is loaded, not computed: its bits are those that the forward found.
         loaded = self.loaded
         return [value for value in self.values if value.op in DECIDING and value not in loaded]
 
@@ -158,7 +159,7 @@ class Forward:
         builder: made the values; the backward goes on with it.
         inputs: the value of each graph input that is a tensor.
         outputs: the store of each graph output.
-        made: how many values the forward has; what has a higher number belongs to a backward.
+        made: how many values the forward has; values with this number or a higher one belong to the backward.
     """
 
     program: RowProgram
@@ -168,7 +169,7 @@ class Forward:
     outputs: tuple[Store, ...]
     made: int
 
-    def with_statistics(self, values: Sequence[Value]) -> RowProgram:
+    def program_with_statistics(self, values: Sequence[Value]) -> RowProgram:
         """Return the program extended by the stores of these row statistics."""
         # After the outputs, so that a launch without a backward leaves them out.
         stores = (*self.outputs, *(Store(v, torch.float32, v.rows, False) for v in values))
@@ -185,7 +186,7 @@ class Backward:
         double_backward_sources: (value, source) of what is kept besides, for a double backward alone: it computes the
             statistics again, which takes inputs that this program, with the statistics at hand, does not read.
         statistics: the forward's reductions among the loads.
-        cotangents: numbers of the outputs whose gradients come next.
+        cotangents: numbers of the outputs whose gradients the program loads, after ``saved``.
         wanted: numbers of the inputs that get gradients.
         stored_in: for each of them the number of its store; equal gradients share one.
         owners: the other way: for each store the number of the input that it was made for first.

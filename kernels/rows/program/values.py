@@ -35,7 +35,7 @@ REDUCTIONS: Final = frozenset({"sum", "max", "min"})
 #: Operations whose result is true or false.
 BOOLEAN: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "isnan", "keep"})
 COMPARISONS: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-#: Operations that are discontinuous, or whose derivative is: the last bits of their operands decide where.
+#: Operations that jump, or whose derivative does: the last bit of an operand may choose between two results.
 DECIDING: Final = COMPARISONS | {"max", "min", "maximum", "minimum", "sign", "floor", "ceil", "trunc"}
 _LOGICAL: Final = frozenset({"and", "or", "not"})
 
@@ -62,7 +62,11 @@ Operand: TypeAlias = Value | float
 
 @dataclass(slots=True)
 class Builder:
-    """Builder that returns the same object for equal values. ``columns``: of the program, for means."""
+    """Builder that returns the same object for equal values.
+
+    ``columns``: how many columns the program has. A mean divides by it, and the sum of a value that is the same in all
+    columns multiplies by it.
+    """
 
     columns: int
     _known: dict[Any, Value] = field(default_factory=dict)
@@ -111,9 +115,10 @@ class Builder:
         simpler = self._simpler(op, args)
         if simpler is not None:
             return simpler
-        if op == "add" and 1.0 in args and _is(tanh := args[args.index(1.0) - 1], "tanh"):
-            # 1 + tanh(u), with all its digits where tanh is near -1, and half the instructions, the backward's too.
-            return self("mul", self("sigmoid", self("mul", tanh.args[0], 2.0)), 2.0)
+        # 1 + tanh(u), as gelu's tanh form has it, is 2 * sigmoid(2 * u): with all its digits where tanh is near -1, and
+        # half the instructions, also in the backward.
+        if op == "add" and 1.0 in args and _is(other := args[1] if args[0] == 1.0 else args[0], "tanh"):
+            return self("mul", self("sigmoid", self("mul", other.args[0], 2.0)), 2.0)
         return self._make(op, args, None, "bool" if op in BOOLEAN else "float")
 
     def reduce(self, op: str, x: Operand) -> Operand:
@@ -192,17 +197,20 @@ class Declined(Exception):
 class RowTerm:
     """Value with the shape that torch gives it.
 
-    ``dropped``: a reduction without ``keepdim`` removed the columns' dimensions, so that the shape is that of the rows.
+    ``columns_dropped``: a reduction without ``keepdim`` removed the columns' dimensions: the shape is that of the rows.
     """
 
     value: Operand
     shape: tuple[int, ...]
-    dropped: bool = False
+    columns_dropped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TermBuilder:
-    """Builder of terms for the lowerings of ops: applies primitives with broadcasting, and reduces over columns."""
+    """Builder of terms for the lowerings of ops: applies primitives with broadcasting, and reduces over columns.
+
+    ``reduced``: how many trailing dimensions are the columns.
+    """
 
     b: Builder
     reduced: int
@@ -212,9 +220,10 @@ class TermBuilder:
         # Mostly all are equal: torch is asked only where they are not.
         shapes = [a.shape for a in terms]
         shape = shapes[0] if all(s == shapes[0] for s in shapes) else tuple(torch.broadcast_shapes(*shapes))
-        dropped = any(a.dropped and a.shape for a in terms)
-        # Its last dimensions are rows, and would be broadcast against another tensor's columns.
-        if dropped and not all(a.dropped or not a.shape for a in terms):
+        dropped = any(a.columns_dropped and a.shape for a in terms)
+        # The last dimensions of a term whose columns were dropped are rows: torch lines those up with another tensor's
+        # columns, and a kernel would with its rows.
+        if dropped and not all(a.columns_dropped or not a.shape for a in terms):
             raise Declined("a reduction without its dimensions meets another tensor")
         values = [a.value if isinstance(a, RowTerm) else float(a) for a in args]
         return RowTerm(self.b(op, *values), shape, dropped)
@@ -222,18 +231,18 @@ class TermBuilder:
     def reduce(self, op: str, x: RowTerm, dim: Any, keepdim: bool = False) -> RowTerm:
         """Return the sum, mean, maximum or minimum over the columns."""
         rank, dims = len(x.shape), self._dims(x, dim)
-        if len(dims) != self.reduced or rank < len(dims) or x.dropped:
+        if len(dims) != self.reduced or rank < len(dims) or x.columns_dropped:
             raise Declined(f"a reduction over other dimensions than the last {self.reduced}")
         # Over one element a reduction is the value itself.
         value = x.value
         if math.prod(x.shape[rank - self.reduced :]) != 1:
             value = self.b.mean(value) if op == "mean" else self.b.reduce(op, value)
         kept = x.shape[: rank - self.reduced]
-        return RowTerm(value, kept + (1,) * self.reduced) if keepdim else RowTerm(value, kept, dropped=True)
+        return RowTerm(value, kept + (1,) * self.reduced) if keepdim else RowTerm(value, kept, columns_dropped=True)
 
     def drop(self, x: RowTerm) -> RowTerm:
         """Return the term without the reduced dimensions, which have size 1."""
-        return RowTerm(x.value, x.shape[: len(x.shape) - self.reduced], dropped=True)
+        return RowTerm(x.value, x.shape[: len(x.shape) - self.reduced], columns_dropped=True)
 
     def check_last(self, x: RowTerm, dim: Any) -> None:
         """Raise ``Declined`` unless ``dim`` is the dimension of the columns."""
@@ -251,4 +260,4 @@ class TermBuilder:
 
     def stop(self, x: RowTerm) -> RowTerm:
         """Return the term as a constant to the gradient, as ``detach`` does."""
-        return RowTerm(self.b.stop(x.value) if isinstance(x.value, Value) else x.value, x.shape, x.dropped)
+        return RowTerm(self.b.stop(x.value) if isinstance(x.value, Value) else x.value, x.shape, x.columns_dropped)

@@ -59,9 +59,10 @@ def make_plan(
     reduced = reduced_dimensions([node for node in gm.graph.nodes if node.op not in ("placeholder", "output")])
     returned: Any = gm.graph.output_node().args[0]
     outputs = [Spec(node.meta["shape"], node.meta["strides"], node.meta["torch_dtype"]) for node in returned]
-    # An expanded output has gaps or overlaps, and gets strides of the layout's afterwards.
+    # An expanded output has gaps or overlaps, so that it says nothing of the layout; ``_dense`` gives it strides.
     layout = _layout(shape, inputs, [spec for spec in outputs if is_dense(spec.shape, spec.strides)], reduced)
-    derived = _derived(gm, inputs, layout, reduced, known)
+    derived = _cached_programs(gm, inputs, layout, reduced, known)
+    # The stores behind the outputs are statistics.
     outputs = [
         _dense(replace(spec, dropped=store.dropped), layout)
         for spec, store in zip(outputs, derived.forward.stores, strict=False)
@@ -86,17 +87,20 @@ def _layout(shape: tuple[int, ...], inputs: Sequence[Spec], outputs: Sequence[Sp
     whole = [*inputs, *(spec for spec in outputs if not reduced or len(spec.shape) == len(shape))]
     layout = find_layout(shape, [(spec.shape, spec.strides) for spec in whole], reduced)
     scalar = any(spec.wanted and math.prod(spec.shape) == 1 for spec in inputs)
-    if not reduced and layout.flat and scalar and layout.columns > 1:  # its gradient is a sum, which takes rows
+    # The gradient of a scalar is a column partial, summed over rows, which a flat program has not: the outer dimensions
+    # become rows.
+    if not reduced and layout.flat and scalar and layout.columns > 1:
         return Layout(layout.shape, layout.column_dims[:-1], layout.column_dims[-1:])
     return layout
 
 
-def _derived(
+def _cached_programs(
     gm: GraphModule, inputs: Sequence[Spec], layout: Layout, reduced: int, known: dict[Any, Derived]
 ) -> Derived:
     """Return the row programs, from the cache if an equal case was derived before.
 
-    Of sizes they depend only on those of the columns and on which others are 1; of strides, on which inputs are alike.
+    They depend on the sizes of the columns, on which dimensions of each input are 1, and on which inputs have equal
+    shapes and strides; on nothing else of sizes and strides. So calls that differ in the number of rows share them.
     """
     ones = tuple((spec.dtype, spec.wanted, tuple(size == 1 for size in spec.shape)) for spec in inputs)
     # Equal shapes and strides have equal numbers: the first position at which they occur.
@@ -104,7 +108,6 @@ def _derived(
     alike = tuple(map(lie.index, lie))
     columns = None if layout.flat else tuple(layout.shape[d] for d in layout.column_dims)
     key = (ones, alike, reduced, layout.row_dims, layout.column_dims, columns)
-    # The number of rows is no part of the key: calls that differ in it share the programs.
     if key not in known:
         known[key] = _derive(gm, inputs, layout, reduced, alike)
     return known[key]
@@ -118,7 +121,7 @@ def _derive(gm: GraphModule, inputs: Sequence[Spec], layout: Layout, reduced: in
     if not wanted or not differentiable:
         return Derived(fw.program, None)
     bw = backward(fw, wanted, differentiable, layout.rows, alike)
-    return Derived(fw.with_statistics(bw.statistics), bw)
+    return Derived(fw.program_with_statistics(bw.statistics), bw)
 
 
 def _port(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> Port:

@@ -31,6 +31,7 @@ def evaluate(
 
     Args:
         tensors: the operands of its loads, in any memory layout.
+        seed: index of the region's first seed in ``seeds``.
         dtype: to compute in; float64 for a reference.
         rounds: apply the program's intermediate roundings.
     """
@@ -116,12 +117,13 @@ def eager_backward(
     """Run the backward in plain torch ops on the saved inputs and outputs, which autograd can differentiate.
 
     Args:
-        cotangents: for each output.
+        cotangents: one for each output.
+        seed: index of the region's first seed in ``seeds``.
         dtype: to compute in. Gradients come in those of the inputs, except in float64: then they stay in it.
     """
     bw, layout = plan.backward_program, plan.layout
     given = [cotangents[n] for n in bw.cotangents]
-    found = evaluated_backward(plan, saved, given, seeds, seed, dtype)
+    found = raw_gradients(plan, saved, given, seeds, seed, dtype)
     gradients = []
     for n, slot, finish in zip(bw.wanted, bw.stored_in, plan.finishes, strict=True):
         spec, gradient, store = plan.inputs[n], found[slot], bw.program.stores[slot]
@@ -135,17 +137,18 @@ def eager_backward(
     return gradients
 
 
-def evaluated_backward(
+def raw_gradients(
     plan: RegionPlan, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int,
     dtype: torch.dtype, rounds: bool = True,
 ) -> list[Tensor]:  # fmt: skip
-    """Evaluate the backward program (``evaluate``) from the saved inputs and outputs.
+    """Return the backward program's stores, as rows x columns, computed from the saved inputs and outputs.
 
-    Statistics are computed again from these: saved ones have no autograd history, and in another dtype than theirs a
-    maximum would equal none of the values that it is compared with.
+    Statistics among the saved tensors are left out, and computed again: they have no autograd history, and in another
+    dtype than theirs a maximum would equal none of the values that it is compared with.
 
     Args:
-        cotangents: of the outputs that have one.
+        cotangents: of the outputs that have one, in the order of ``Backward.cotangents``.
+        seed, rounds: as for ``evaluate``.
     """
     bw = plan.backward_program
     loads, tensors = [], []

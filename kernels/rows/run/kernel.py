@@ -25,7 +25,8 @@ from fxprec.kernels.rows.program.layout import Layout
 from fxprec.kernels.rows.program.row_program import RowProgram
 
 _COUNT = itertools.count()
-#: Fewest rows of each program that goes from tile to tile, if the device is full.
+#: Rows for each program that goes from tile to tile: with fewer the device gets fewer programs, down to one for each
+#: multiprocessor, since each program writes partials of its own.
 _ROWS_EACH: Final = 16
 #: Programs in the interpreter, which runs them one after the other.
 _INTERPRETED: Final = 3
@@ -63,6 +64,7 @@ class Launch:
 
     def __call__(self, tensors: Sequence[Tensor], seeds: Tensor | None, seed: int, partials: Tensor | None) -> None:
         """Launch on the current stream. ``tensors``: loads, then stores."""
+        # All tensors, to ask for their addresses; in the arguments seeds stand before the partials.
         pointers = [*tensors] if partials is None else [*tensors, partials]
         arguments = [*pointers, *self.numbers]
         if self.draws:
@@ -85,7 +87,7 @@ class Launch:
             with torch.cuda.device(index):
                 compiled(*arguments)
 
-    def running(self, other: Launch) -> Launch:
+    def with_kernel_of(self, other: Launch) -> Launch:
         """Return this launch with the compiled kernel of ``other``, whose source differs in names only."""
         return replace(self, kernel=(other.name, other.source), _compiled=other._compiled)
 
@@ -131,12 +133,15 @@ def prepare(
         partials=(down, width) if width else None,
         passes=1 + len(program.levels) if tiling.kind == "loop" else 1,
         wide=columns % 8 == 0 and arguments.wide,
-        contracts=not program.is_discontinuous,  # forward and backward would contract other products
+        contracts=not program.is_discontinuous,
     )  # fmt: skip
 
 
 def _resident(device: torch.device, rows: int, each: int) -> int:
-    """Return the number of persistent programs: ``each`` a multiprocessor, and few, since each writes partials."""
+    """Return how many persistent programs a device runs.
+
+    ``each`` for a multiprocessor, or fewer, down to one, so that each has ``_ROWS_EACH`` of the rows.
+    """
     if device.type != "cuda" or interpreting():
         return _INTERPRETED
     processors = _multiprocessors(device.index or 0)

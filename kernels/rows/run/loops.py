@@ -35,6 +35,7 @@ class Loops:
         tensors: how many are loaded and stored.
         partials: shape of the partial sums, which a second stage adds up over the first dimension; None without any.
         passes: how often a row is read.
+        _numbers: the integer arguments, as an array of C.
     """
 
     source: str
@@ -58,7 +59,7 @@ class Loops:
         function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
         return function
 
-    def run_of(self, stores: Sequence[Spec], single: bool) -> Run:
+    def run_for(self, stores: Sequence[Spec], single: bool) -> Run:
         """Return a function from the loaded tensors to the stored ones; ``single``: to the only one, not in a tuple."""
         function, numbers, tasks = self._function or self._compiled(), self._numbers, self.tasks
         # What does not depend on the call is looked up once: between small loops Python is what takes time.

@@ -5,7 +5,7 @@ the launches are made anew. Sums over rows end after the backward kernel (``Fini
 are added up, and the gradient of an input that varies along some of several row dimensions is summed over the others.
 
 Where a dispatch mode is active a launch is a torch op, which modes and fake tensors can see. A plan is named there by
-its number, which holds in this process only: compilers and exporters get a region's own ops instead.
+its number, which holds in this process only: compilers and exporters see the torch ops of the region's graph instead.
 """
 
 from __future__ import annotations
@@ -34,13 +34,22 @@ if TYPE_CHECKING:  # Triton is loaded when a plan is made
 class Finish:
     """Last step of one input's gradient, after the backward kernel.
 
+    Of inputs in a region of shape (8, 12, 512, 512), whose last dimension is the columns::
+
+        x (8, 12, 512, 512)   its store is the gradient                            plain
+        bias (512,)           its column sum is the gradient                       partial, plain
+        scale (1, 1, 512)     its column sum, reshaped                             partial
+        mask (8, 1, 1, 512)   its store, for all rows, summed over the rows that   summed=(1, 2)
+                              it does not vary along
+
     Attributes:
-        partial: whether it is among the column sums.
-        stored: its number there, or among the tensors that the kernel stored.
-        plain: it has the input's shape already.
-        shape: sizes of the columns' dimensions in the layout's order; None if the input has them in this order, too.
+        partial: whether the gradient is a column sum, added up from partials.
+        stored: its number among the column sums, or else among the tensors that the kernel stored.
+        plain: what is found there has the input's shape already.
+        shape: sizes of the columns' dimensions in the layout's order, if the columns are several dimensions that lie in
+            another order in memory (channels_last) than in the input's shape; else None.
         order: the permutation that brings these dimensions into the input's order.
-        summed: dimensions of the stored tensor to sum over, which the input does not have.
+        summed: dimensions of the stored tensor to sum over, in which the input has size 1.
     """
 
     spec: Spec
@@ -64,6 +73,7 @@ def _finishes(
     bw: Backward, inputs: Sequence[Spec], gradients: Sequence[Spec | None], layout: Layout
 ) -> tuple[Finish, ...]:
     """Return the last step of each wanted input's gradient. ``gradients``: specs of the kernel's stores."""
+    # For each store its number among those of its kind, partial or not.
     partial = [store.partial for store in bw.program.stores]
     numbers = [partial[:slot].count(own) for slot, own in enumerate(partial)]
     found = []
@@ -95,8 +105,8 @@ class Derived:
     """Row programs of one region, for all numbers of rows.
 
     Attributes:
-        launches: the first launch of each program and strides. Equal layers, whose sources differ in names only, run
-            the kernel that was compiled for it.
+        launches: the first launch by (which program, device, layout, strides). Equal layers, whose sources differ in
+            names only, run the kernel that was compiled for it.
     """
 
     forward: RowProgram
@@ -164,12 +174,14 @@ class RegionPlan:
 
     # -- running -----------------------------------------------------------------------------------------------------
 
-    def launch_forward(self, inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool) -> list[Tensor]:
+    def launch_forward(
+        self, inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, with_statistics: bool
+    ) -> list[Tensor]:
         """Run ``forward``, as a torch op if a dispatch mode is active, which must see it."""
         # As an op the launch is one node for the mode; called directly it would be invisible.
         if watcher(ANY_MODE) is not None:
-            return torch.ops.fxprec.region_forward(list(inputs), seeds, seed, keep, number(self))
-        return self.forward(inputs, seeds, seed, keep)
+            return torch.ops.fxprec.region_forward(list(inputs), seeds, seed, with_statistics, number(self))
+        return self.forward(inputs, seeds, seed, with_statistics)
 
     def launch_backward(
         self, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int
@@ -179,10 +191,13 @@ class RegionPlan:
             return torch.ops.fxprec.region_backward(list(saved), list(cotangents), seeds, seed, number(self))
         return self.backward(saved, cotangents, seeds, seed)
 
-    def forward(self, inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool) -> list[Tensor]:
-        """Run the forward kernel; return the outputs, and with ``keep`` the statistics."""
-        made = self.empty_results(keep)
-        launch = self.forward_launch if keep else self.inference_launch
+    def forward(self, inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, with_statistics: bool) -> list[Tensor]:
+        """Run the forward kernel; return the outputs, and then the statistics if they are wanted.
+
+        ``seed``: index of the region's first seed in ``seeds``.
+        """
+        made = self.empty_results(with_statistics)
+        launch = self.forward_launch if with_statistics else self.inference_launch
         launch([*inputs, *made], seeds, seed, None)
         return made
 
@@ -191,12 +206,12 @@ class RegionPlan:
         if self.derived.backward is not None or not self.loops:
             return None
         launch: Any = self.inference_launch
-        return launch.run_of(self.outputs, single)
+        return launch.run_for(self.outputs, single)
 
     def backward(
         self, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int
     ) -> list[Tensor]:
-        """Run the backward kernel; return gradients that are no column partials, then the partials of the others.
+        """Run the backward kernel; return what it stored, then one tensor with all column partials if there are any.
 
         Args:
             saved: the tensors of ``saved_sources``.
@@ -241,11 +256,11 @@ class RegionPlan:
             found.append(gradient if gradient.dtype is dtype else gradient.to(dtype))
         return found
 
-    def empty_results(self, keep: bool) -> list[Tensor]:
+    def empty_results(self, with_statistics: bool) -> list[Tensor]:
         """Allocate the results of ``forward``."""
         device = self.device
         made = [spec.empty(device) for spec in self.outputs]
-        return made + [spec.empty(device) for spec in self.statistics] if keep else made
+        return made + [spec.empty(device) for spec in self.statistics] if with_statistics else made
 
     def empty_gradients(self) -> list[Tensor]:
         """Allocate the results of ``backward``."""
@@ -274,12 +289,12 @@ class RegionPlan:
         """Launch of the backward."""
         bw = self.backward_program
         # In the order of the program's loads: what the forward saved, then the gradients of outputs.
-        read = [*(self.saved(kind, n) for kind, n in bw.saved)]
+        read = [*(self.named_saved(kind, n) for kind, n in bw.saved)]
         read += [(f"grad_{self.output_names[n]}", self.outputs[n]) for n in bw.cotangents]
         write = [(f"grad_{self.input_names[n]}", spec) for n, spec in zip(bw.owners, self.gradients, strict=True)]
         return self._prepared("backward", f"{self.name}_backward", bw.program, read, write)
 
-    def saved(self, kind: str, n: int) -> tuple[str, Spec]:
+    def named_saved(self, kind: str, n: int) -> tuple[str, Spec]:
         """Return the name and spec of one of ``saved_sources``."""
         if kind == "input":
             return self.input_names[n], self.inputs[n]
@@ -313,7 +328,7 @@ class RegionPlan:
         lie = tuple(None if where is None else (*where[0], where[1]) for where in places)
         # Equal layers differ in the names of their tensors only: they share the first one's compiled kernel.
         first = self.derived.launches.setdefault((kind, self.device, self.layout, lie), launch)
-        return launch if first is launch else launch.running(first)
+        return launch if first is launch else launch.with_kernel_of(first)
 
     # -- inspection -----------------------------------------------------------------------------------------------
 
@@ -323,7 +338,7 @@ class RegionPlan:
         if bw is None:
             return [(self.inference_launch, [spec.dtype for spec in (*self.inputs, *self.outputs)])]
         made = [spec.dtype for spec in (*self.inputs, *self.outputs, *self.statistics)]
-        read = [self.saved(kind, n)[1] for kind, n in bw.saved] + [self.outputs[n] for n in bw.cotangents]
+        read = [self.named_saved(kind, n)[1] for kind, n in bw.saved] + [self.outputs[n] for n in bw.cotangents]
         written = [spec for spec in self.gradients if spec is not None]
         return [(self.forward_launch, made), (self.backward_launch, [spec.dtype for spec in (*read, *written)])]
 
@@ -390,7 +405,7 @@ def bytes_moved(plan: RegionPlan) -> tuple[int, int]:
     moved = _moved(launch, plan.derived.forward, plan.inputs, (*plan.outputs, *plan.statistics))
     bound = sum(spec.bytes for spec in (*plan.inputs, *plan.outputs))
     if bw is not None:
-        saved = [plan.saved(kind, n)[1] for kind, n in bw.saved]
+        saved = [plan.named_saved(kind, n)[1] for kind, n in bw.saved]
         given = [plan.outputs[n] for n in bw.cotangents]
         written = [spec for spec in plan.gradients if spec is not None]
         moved += _moved(plan.backward_launch, bw.program, (*saved, *given), written)

@@ -101,7 +101,7 @@ def test_the_second_launch_does_not_ask_triton(triton: Triton) -> None:
 
 def test_a_launch_that_runs_anothers_kernel_does_not_ask_triton_again(triton: Triton) -> None:
     first, second = (launch_of(lambda x: F.silu(x), torch.randn(40)) for _ in range(2))
-    second = second.running(first)
+    second = second.with_kernel_of(first)
     tensors: list[Any] = [OnDevice(16), OnDevice(32)]
     first(tensors, None, 0, None)
     second(tensors, None, 0, None)
