@@ -1,1 +1,1 @@
-"""Functions that rewritten graphs call in place of torch's: one op a file, with when its kernel serves."""
+"""Functions that rewritten graphs call in place of torch's: one op a file, with the conditions of its kernel."""

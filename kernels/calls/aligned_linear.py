@@ -1,7 +1,8 @@
-"""Calls low linears whose outputs are no whole 16 bytes, which on a GPU compute some more.
+"""Calls low-precision linears so that on a GPU each row of the output is a multiple of 16 bytes.
 
-Why, and what the kernel does: ``fxprec.kernels.nn.aligned_linear``. What is small, or watched by a compiler or a mode,
-is torch's linear.
+Where it is not (50257 classes), a GPU's fast kernels do not take the product: ours computes a few more outputs, and
+returns a view without them. Why, and how: ``fxprec.kernels.nn.aligned_linear``. What is small, or watched by a compiler
+or a mode, is torch's linear.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def aligned_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, ap
     """Return ``F.linear``, with outputs of whole 16 bytes where that pays.
 
     Args:
-        apart: the rows of the result may lie apart in memory.
+        apart: the caller takes a result whose rows have gaps between them: a view of the padded one.
     """
+    # How many outputs are lacking is the kernel's to ask; of none it adds none.
     if (
         input.is_cuda
         and runs_unseen()

@@ -2,8 +2,8 @@
 
 The way is that of the conversion: "products" or "recomputed", whichever takes less time on this CPU
 (``fxprec.kernels.cpu.attention_products``), or with ``fuse=True`` "compiled"
-(``fxprec.kernels.cpu.compiled_attention``). It is taken from so many FLOP on, by a forward alone and by one with a
-backward; what is smaller is torch's, and what the kernels do not serve.
+(``fxprec.kernels.cpu.compiled_attention``). It is taken from ``from_flop`` on, one number for a forward alone and one
+where a backward follows; what is smaller is torch's, and what the kernels do not serve.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.graph_call import graph_call
 
-#: FLOP from which a way is taken: by a forward alone, and by one with a backward. None: never.
+#: FLOP from which a way is taken, by whether a backward follows: ``from_flop[False]`` and ``from_flop[True]``. None:
+#: never.
 FromFlop: TypeAlias = tuple[int | None, int | None]
 
 
@@ -41,6 +42,7 @@ def cpu_attention(
                     return compiled_attention.compiled_attention(*arguments, scale)
                 from fxprec.kernels.cpu import attention_products as products
 
+                # These keep probabilities for a backward, in memory that grows with the square of the length.
                 if products.is_short(query, key, value, is_causal):
                     recomputed = way == "recomputed"
                     attend = products.recomputed_attention if recomputed else products.attention_by_products
@@ -52,7 +54,8 @@ def cpu_attention(
 def _is_enough(query: Tensor, key: Tensor, causal: bool, limit: int | None, trained: bool) -> bool:
     flop = 4 * query.numel() * key.shape[-2]
     if causal and not trained:
-        # torch's forward leaves half of them out; ours comes in up to four blocks, with calls of each.
+        # torch's forward leaves out the masked half. Ours leaves out less, in up to four blocks with calls for each: it
+        # is taken only where there is four times as much to compute.
         flop //= 4
     return limit is not None and flop >= limit
 
@@ -79,7 +82,8 @@ def run_for(
         return None
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if torch.backends.cuda.flash_sdp_enabled():  # which is about CPUs' kernel as well
+        # This switch of torch's, despite its name, holds for the CPU's flash kernel as well.
+        if torch.backends.cuda.flash_sdp_enabled():
             return run(query, key, value)
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         return F.scaled_dot_product_attention(query, key, value, **options)

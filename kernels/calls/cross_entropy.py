@@ -12,8 +12,8 @@ from fxprec.kernels.launch.graph_call import graph_call, triton_serves
 from fxprec.kernels.launch.observers import runs_eagerly
 from fxprec.kernels.launch.operands import FLOATS, LOW_DTYPES, suits_loops
 
-#: (logits, classes next to each other) on a CPU from which the passes over memory weigh more than the calls: of slices
-#: of rows by torch's ops, and of a compiled loop. Of fewer, or of the pixels of an image, torch's loss is faster.
+#: Fewest (logits, classes) on a CPU from which slices of rows by torch's ops, or a compiled loop, beat torch's loss:
+#: they pass over memory less often, but take more calls. Classes must be the last dimension: those of images are not.
 FEWEST_FOR_SLICES: Final = (1 << 20, 512)
 FEWEST_FOR_LOOP: Final = (1 << 18, 128)
 
@@ -26,7 +26,7 @@ def cross_entropy(
     """Return ``F.cross_entropy``, in FP32 of FP32, float16 or bfloat16 logits; float64 stays float64.
 
     Args:
-        compiled: on a CPU many logits run as a C++ loop.
+        compiled: on a CPU a C++ loop may run, for many logits.
     """
     options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
     wide = target.dtype is torch.float64 or (weight is not None and weight.dtype is torch.float64)
@@ -34,6 +34,7 @@ def cross_entropy(
         labels = weight is None and not target.is_floating_point()
         looped = compiled and labels and _are_many(input, *FEWEST_FOR_LOOP) and suits_loops(input)
         low = input.dtype in LOW_DTYPES
+        # On a CPU ``kernel`` takes slices, unless it is told to take the loop.
         sliced = labels and low and label_smoothing == 0 and _are_many(input, *FEWEST_FOR_SLICES)
         if looped or sliced or triton_serves(input):
             from fxprec.kernels.nn.cross_entropy import cross_entropy as kernel  # which loads Triton

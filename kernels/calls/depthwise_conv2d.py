@@ -3,10 +3,10 @@
     y = conv2d(x, w, b), a filter a channel        torch's, low
     dx, dw, db                                     torch's, of FP32 copies with their channels last; rounded once
 
-oneDNN's depthwise kernels for a bfloat16 backward take filters up to 3 x 3, step by step. Of others the gradient of the
-filters is a general product for each channel, that of strided images a dense convolution. Forward and backward are 1.2
-to 3.3 times as fast so (``python -m benchmarks depthwise``, two cores of a Xeon with AMX, the same where oneDNN is held
-to AVX512-BF16). Nothing more is saved for the backward.
+oneDNN has depthwise kernels for a bfloat16 backward only of filters up to 3 x 3, with stride and dilation 1. For others
+it computes the gradient of the filters by a general product for each channel, and that of strided images by a dense
+convolution. Forward and backward are 1.2 to 3.3 times as fast in FP32 (``python -m benchmarks depthwise``, two cores of
+a Xeon with AMX, the same where oneDNN is held to AVX512-BF16). Nothing more is saved for the backward.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def depthwise_conv2d(
 ) -> Tensor:  # fmt: skip
     """Return ``F.conv2d``, bit for bit, with gradients computed in FP32 and rounded once where that is faster."""
     if input.dtype is torch.bfloat16 and input.device.type == "cpu":
-        steps, around, apart = map(pair, (stride, padding, dilation))
-        if pays(input, weight, bias, steps, apart, groups):
-            return DEPTHWISE(input, weight, bias, [*steps], [*around], [*apart])
+        strides, paddings, dilations = map(pair, (stride, padding, dilation))
+        if pays(input, weight, bias, strides, dilations, groups):
+            return DEPTHWISE(input, weight, bias, [*strides], [*paddings], [*dilations])
     return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
 
 
@@ -93,7 +93,11 @@ def backward_reference(
     grad: Tensor, x: Tensor, weight: Tensor, biased: bool, stride: list[int], padding: list[int], dilation: list[int],
     wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Return the wanted gradients of x, weight and bias in their common dtype, differentiable."""
+    """Return the wanted gradients of x, weight and bias, differentiable.
+
+    Args:
+        grad, x, weight: of one dtype, which the gradients have, too.
+    """
     sizes, groups = [len(weight)] if biased else None, x.shape[1]
     found = torch.ops.aten.convolution_backward(
         grad, x, weight, sizes, stride, padding, dilation, False, [0, 0], groups, wanted
@@ -121,7 +125,7 @@ def _fake_backward(grad: Tensor, x: Tensor, weight: Tensor, biased: bool, *rest:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, *ctx.settings = inputs
-    # Its values are read by no gradient, and may change.
+    # The bias's values are read by no gradient: it is not saved, and may be written to.
     ctx.biased = bias is not None
     ctx.save_for_backward(x, weight)
 
@@ -139,5 +143,5 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _backward_op = KernelOp("depthwise_conv2d_backward", _backward, _fake_backward)
-#: (x, weight, bias, stride, padding, dilation) -> y, whatever the sizes.
+#: (x, weight, bias, stride, padding, dilation) -> y. It asks nothing of the sizes: ``pays`` does.
 DEPTHWISE = KernelOp("depthwise_conv2d", _forward, _forward, backward=_gradients, setup_context=_setup_context)

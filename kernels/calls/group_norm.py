@@ -14,7 +14,10 @@ def group_norm(
     x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
     silu: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Return ``F.group_norm``, or ``F.silu`` of it, computed in FP32 and rounded once to the dtype of a low x."""
+    """Return ``F.group_norm``, or ``F.silu`` of it, computed in FP32 and rounded once to the dtype of a low x.
+
+    The compiler calls it for low x alone: float64 would be rounded here.
+    """
     if runs_eagerly() and triton_serves(x):
         from fxprec.kernels.nn.group_norm import group_norm as kernel  # which loads Triton
 

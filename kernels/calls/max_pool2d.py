@@ -26,6 +26,7 @@ def max_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any
             from fxprec.kernels.nn.max_pool import why_not
 
             sizes = kernel_size, kernel_size if stride is None or stride == [] else stride, padding
+            # Sizes of another length than 1 or 2 are torch's to refuse.
             window = [(each[0], each[-1]) for each in map(numbers, sizes) if len(each) in (1, 2)]
             if len(window) == len(sizes) and not why_not(input, *window):
                 return kernel(input, *window, compiled=looped)

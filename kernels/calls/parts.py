@@ -1,4 +1,4 @@
-"""Calls what cuts a tensor into parts, or joins parts, so that on a GPU gradients move in wide words, both ways.
+"""Calls what cuts a tensor into parts, or joins parts, so that on a GPU these and their gradients are copied fast.
 
 Why, and what the kernels do: ``fxprec.kernels.nn.parts``. What is small, or watched by a compiler or a mode, or lies
 otherwise in memory, is torch's own op.
@@ -16,7 +16,7 @@ from fxprec.kernels.launch.graph_call import graph_call
 from fxprec.kernels.launch.observers import runs_unseen
 from fxprec.kernels.launch.operands import PLAIN
 
-#: How each op cuts.
+#: The function that each op cuts by.
 CUTS: Final[Mapping[str, Callable[..., Any]]] = {"unbind": Tensor.unbind, "chunk": Tensor.chunk, "split": Tensor.split}
 #: Elements from which on a gradient's bytes take longer than the calls that move them.
 FEWEST: Final = 1 << 20
@@ -36,9 +36,10 @@ def parts(x: Tensor, cut: str, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
 def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Return ``torch.cat(tensors, dim)``, with gradients that have the tensors' layouts."""
     if len(tensors) > 1 and sum(x.numel() for x in tensors) >= FEWEST and all(map(_is_taken, tensors)):
-        from fxprec.kernels.nn.parts import join, joins
+        from fxprec.kernels.nn.parts import join
+        from fxprec.kernels.nn.parts import joins as can_join
 
-        if joins(tensors, dim):
+        if can_join(tensors, dim):
             return join(tensors, dim)
     return torch.cat(tensors, dim)  # type: ignore[arg-type]
 
