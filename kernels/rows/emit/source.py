@@ -47,7 +47,8 @@ from fxprec.kernels.rows.emit.tiling import Tiling
 from fxprec.kernels.rows.program.row_program import RowProgram, Store
 from fxprec.kernels.rows.program.values import COMPARISONS, REDUCTIONS, Operand, Value, walk
 
-#: For each kind of tiling the mask of its columns that exist, where a tile may reach over the end of a row.
+#: For each kind of tiling how its source names the mask of the columns that exist, where a tile may reach over the end
+#: of a row.
 _INSIDE_ROW = {"flat": "inside", "tile": "inside_row", "blocks": "inside_row", "loop": "column < COLUMNS"}
 
 
@@ -204,10 +205,12 @@ def _store_pass(w: _Writer) -> None:
 
 
 def _column_index(w: _Writer) -> None:
+    """Write the column numbers of one step of a pass, and the mask of the elements that exist."""
     w.line("column = start + tl.arange(0, BLOCK)[None, :]")
     w.line(f"inside = within[:, None]{' & (column < COLUMNS)' if w.inside_row else ''}")
 
 
+#: The loop of a pass over the columns.
 _COLUMNS = "for start in range(0, COLUMNS, BLOCK):"
 
 
@@ -273,7 +276,11 @@ class _Writer:
         self._names = before
 
     def row_index(self) -> None:
-        """Write the row numbers of a tile, and the index along each row dimension."""
+        """Write the row numbers of a tile, and the index along each row dimension.
+
+        Of three dimensions: ``row_2 = row % size_2``, ``over_2 = row // size_2``, ``row_1 = over_2 % size_1``,
+        ``over_1 = over_2 // size_1``, ``row_0 = over_1``. The size of the outermost is not needed.
+        """
         self.line("row = tl.full((1,), tile, tl.int64) * ROWS + tl.arange(0, ROWS)")
         self.line("within = row < rows")
         rest = "row"
@@ -381,6 +388,7 @@ class _Writer:
         if dtype is torch.bool:
             return f"{text} != 0"
         if not dtype.is_floating_point:
+            # Numbers up to 2**31 are compared with integers, and do not fit into fewer bits.
             return text if dtype.itemsize >= 4 else f"{text}.to(tl.int32)"
         return text if dtype is torch.float32 else f"{text}.to(tl.float32)"
 
@@ -401,6 +409,7 @@ class _Writer:
 
     def _stored(self, store: Store) -> str:
         value, flat = store.value, self.flat
+        # Values are broadcast to what the store varies along: a gradient may be one number a row, or in all.
         rows = store.rows and not flat
         shape = f"({'ROWS' if rows else 1}, {'BLOCK' if store.columns else 1})"
         if not isinstance(value, Value):

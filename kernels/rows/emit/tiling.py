@@ -10,8 +10,8 @@ Four kinds, by what the row program needs::
 Where there are column partials a program goes on from tile to tile and adds them up (it is *persistent*); otherwise it
 takes one tile. The grid has one dimension, the only one that may be long.
 
-A tile must fit into registers, since a value that spills to memory costs more than the fusion saves. A thread has at
-most 255, and a multiprocessor 65,536 for all its threads. The estimate, in *values of the tile*, each of which takes as
+A tile must fit into registers: values that spill go through memory, which fusion is to spare. A thread has at most 255,
+and a multiprocessor 65,536 for all its threads. The estimate, in *values of the tile*, each of which takes as
 many registers of a thread as the thread has elements::
 
     registers of a thread = 28 + elements of a thread * values        with
@@ -20,8 +20,8 @@ many registers of a thread as the thread has elements::
            + half the number of dropouts                              whose draws have numbers of their own
            + 2 * tensors                                              if elements are loaded one by one: addresses
 
-A layer norm of 768 columns with dropout and a bias: 7 values. With 32 elements a thread that makes 28 + 32 * 7 = 252,
-which fits (244 were counted); with 8 values it would take 16 elements a thread, and twice the warps.
+A norm of 768 columns, in a tile of 1024, whose program has 7 values: with 32 elements a thread, so in one warp, that
+makes 28 + 32 * 7 = 252, which fits (244 were counted). With 8 values it does not: 8 elements a thread, in four warps.
 """
 
 from __future__ import annotations
