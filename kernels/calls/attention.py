@@ -42,7 +42,8 @@ def cpu_attention(
                     return compiled_attention.compiled_attention(*arguments, scale)
                 from fxprec.kernels.cpu import attention_products as products
 
-                # These keep probabilities for a backward, in memory that grows with the square of the length.
+                # Unlike the compiled loop, these keep the probabilities for a backward, in memory that grows with the
+                # square of the length.
                 if products.is_short(query, key, value, is_causal):
                     recomputed = way == "recomputed"
                     attend = products.recomputed_attention if recomputed else products.attention_by_products

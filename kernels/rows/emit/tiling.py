@@ -88,13 +88,13 @@ class Tiling:
     resident: int = 4
 
     def across(self, columns: int) -> int:
-        """Return how many programs share a row."""
+        """Return how many programs there are along a row."""
         return -(-columns // self.block) if self.kind in ("flat", "blocks") else 1
 
     def down(self, rows: int, columns: int, device_programs: int) -> int:
-        """Return how many programs share a column. ``device_programs``: how many persistent ones the device is to run.
+        """Return how many programs there are along the rows; the grid has so many times ``across``.
 
-        The grid has ``down * across`` programs.
+        ``device_programs``: how many persistent programs the device is to run.
         """
         tiles = -(-rows // self.rows)
         return min(tiles, max(1, device_programs // self.across(columns))) if self.persistent else tiles
