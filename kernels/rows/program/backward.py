@@ -133,7 +133,7 @@ def backward(
     Args:
         wanted: numbers of the inputs whose gradients are asked for.
         cotangents: numbers of the outputs that have a gradient.
-        rows: how many rows there are about, to weigh bytes by.
+        rows: about how many rows there are, to weigh bytes by: the program serves any number.
         alike: a key for each input; inputs with equal keys have equal shapes and strides.
     """
     b = fw.builder
@@ -222,7 +222,7 @@ def _statistics(fw: Forward, roots: list[Value], sources: Collection[Value]) -> 
 def _sources(fw: Forward, roots: list[Value], given: set[Value], rows: int) -> dict[Value, tuple[str, int]]:
     """Return what the backward may load, as value -> (kind, number): all inputs, and those outputs that save bytes.
 
-    A walk that ends at an output does not reach the inputs behind it. What is not reached, is not loaded::
+    A walk that ends at an output does not reach the inputs behind it. What is not reached is not loaded::
 
         outputs s = a + b, y = gelu(s):   from a and b, or s: half the bytes, so from s
         outputs y = exp(x), z = y * w:    from x and w, or y and w: as many bytes, so from y, without an exp, in FP32;

@@ -77,7 +77,7 @@ class FusedRegion(RegionModule):
         The first that holds decides::
 
             a size at which the ops are known to be faster      the ops, without any other question
-            a trace by torch.fx (inputs are proxies)            one call_module node
+            a trace by torch.fx (the first input is a proxy)    one call_module node
             ``fuse="aten"``, or somebody must see the ops       the ops
             no plan for such inputs, by the plan's reason       the ops
             an input wants a gradient                           the forward kernel, within an autograd function
