@@ -38,7 +38,8 @@ from fxprec.torch_internals import tree_flatten, tree_unflatten, treespec_dumps,
 
 #: Default of a placeholder that marks an argument as not given: it may, or must, be left out of a call.
 LEFT_OUT: Final = ...
-#: What ``check_arguments`` does not look at.
+#: What ``check_arguments`` expects of an argument: that it was not given; what it does not look at.
+NOT_GIVEN: Final = ()
 ANYTHING: Final = None
 
 
@@ -162,7 +163,7 @@ class Argument:
     """An argument of the method.
 
     Attributes:
-        default: (value,) where it may be left out, else ().
+        default: (value,) where it may be left out, else (): it is required.
         expected: what it must be, as for ``check_arguments``.
     """
 
@@ -236,12 +237,29 @@ def form_of_key(signature: inspect.Signature, names: Sequence[str], constants: C
     """Return the form of a static graph, which has a placeholder for each argument that is a tensor."""
     # Of a static graph all is known from its key: tensors by name, and the constants that were built in.
     known = dict(constants)
-    expected = {name: (known[name],) if name in known else () for name in signature.parameters}
+    expected = {name: (known[name],) if name in known else NOT_GIVEN for name in signature.parameters}
     return CallForm(arguments_of(signature, expected | dict.fromkeys(names, "Tensor")), tuple(map(Way, names)))
 
 
 def arguments_of(signature: inspect.Signature, expected: Mapping[str, Any]) -> tuple[Argument, ...]:
-    """Return arguments in the order of the signature; what ``*args`` and ``**kwargs`` took gets names of its own."""
+    """Return arguments in the order of the signature; what ``*args`` and ``**kwargs`` took gets names of its own.
+
+    Of ``forward(x, scale=2, mask=None, hook=print)``, by what is expected of each:
+
+    ============================  =====================================  ======================================
+    expected                      default of the placeholder             so that a call
+    ============================  =====================================  ======================================
+    x: ``"Tensor"``               none                                   gives it
+    scale: ``(2,)``               2                                      may leave it out
+    scale: ``(3,)``               none                                   gives 3
+    mask: ``"Tensor"``            none                                   gives it
+    mask: not given               LEFT_OUT                               leaves it out
+    hook: not given               LEFT_OUT: no constant that pickles     leaves it out
+    hook: anything                none, as it is no constant             gives it
+    ============================  =====================================  ======================================
+
+    Behind a placeholder with a default the next ones need one, too, as Python has it: LEFT_OUT, where they have none.
+    """
     found: list[Argument] = []
     named = {*signature.parameters}
     optional = False
@@ -252,13 +270,13 @@ def arguments_of(signature: inspect.Signature, expected: Mapping[str, Any]) -> t
             named.update(rest)
             found += [Argument(key, (LEFT_OUT,) if optional else (), expected[key]) for key in rest]
             continue
-        # A default that pickles and compares becomes the placeholder's own.
+        # A default that pickles and compares becomes the placeholder's own, where the graph was captured with it.
         default = (parameter.default,) if plain_constant(parameter.default) else ()
-        wanted = expected.get(name, default)
-        as_captured = type(wanted) is tuple and len(wanted) == 1 and same_constant(parameter.default, wanted[0])
-        if wanted == ():
+        wanted = expected.get(name, default or NOT_GIVEN)
+        with_default = type(wanted) is tuple and len(wanted) == 1 and same_constant(parameter.default, wanted[0])
+        if wanted == NOT_GIVEN:
             default = (LEFT_OUT,)
-        elif not as_captured and wanted is not ANYTHING:
+        elif not with_default and wanted is not ANYTHING:
             default = ()
         optional = optional or default != ()
         found.append(Argument(name, default or ((LEFT_OUT,) if optional else ()), wanted))
@@ -320,7 +338,7 @@ def form_of_call(
     Raises:
         NoForm: there is none.
     """
-    # A placeholder's name is a name in Python's source.
+    # Placeholders are arguments in the Python source of the graph: their names must be names there.
     given = _by_name(signature, *call)
     for name in given:
         if not name.isidentifier() or keyword.iskeyword(name) or name == "self":
@@ -339,9 +357,11 @@ def form_of_call(
             kinds[tensor] = f"{kinds.get(tensor, 'Tensor')}={number}"
     numbers = {way.name for way in taken if isinstance(way, Way) and isinstance(given[way.name], _NUMBERS)}
     wanted = {name: ANYTHING if name in numbers else _expected(value, kinds) for name, value in given.items()}
-    # An object without tensors cannot be compared with the one that is a constant in the graph: it must not be given.
-    wanted |= {name: () for name, each in wanted.items() if each is ANYTHING and name not in numbers}
+    # An argument that is an object without tensors cannot be compared with the one that is built into the graph: it
+    # must not be given. (Within another argument anything is taken: see ``_expected``.)
+    wanted |= {name: NOT_GIVEN for name, each in wanted.items() if each is ANYTHING and name not in numbers}
     # Numbers and sizes that dynamo has symbols for change from call to call: an output must not have them as constants.
+    # They are known by their value: a constant of the output that happens to equal one is refused as well.
     changing = [value for value in (*inputs, *results) if isinstance(value, _NUMBERS)]
     for each, value in pairs:
         if isinstance(value, Tensor) and each.symbolic:
@@ -361,7 +381,7 @@ def _expected(value: Any, kinds: Mapping[int, str]) -> Any:
         return [_expected(part, kinds) for part in value]
     if plain_constant(value):
         return (value,)
-    # An object without tensors may hold anything: the graph has it built in, if it read it.
+    # Of an object without tensors nothing is compared: the graph has it built in, if it read it.
     held = held_by(value)
     of_tensors = type(value) is dict or any(True for _ in _tensors_in(held))
     return {key: _expected(part, kinds) for key, part in held.items()} if of_tensors else ANYTHING
@@ -402,14 +422,23 @@ def _origin_of(
     ways: Mapping[int, Sequence[Way]],
     given: Mapping[str, Any],
 ) -> Way | Tensor | float:
+    """Return where an input of the graph comes from: a way from the arguments, or the value itself.
+
+    ============================================  ========================================================
+    ``L['x']``                                    an argument; if it is a number, as a 0-dim tensor
+    ``L['batch']['x']``                           a part of one, found by its identity
+    ``L['self'].scale``                           a float that the module holds, which dynamo passes as a
+                                                  0-dim tensor, or a tensor that is no parameter
+    ``G['TABLE']``                                a global tensor, which goes with the graph
+    ============================================  ========================================================
+    """
     if isinstance(value, Tensor) and id(value) in ways:
         return ways[id(value)][0]
+    # ``L['x']`` -> ``x``, and ``L['self'].drop.p`` -> ``self'].drop.``, which begins with the owner's name.
     name = source[3:-2] if source.startswith("L['") else ""
-    # A global tensor: it is no argument, and goes with the graph.
     if isinstance(value, Tensor) and source.startswith("G"):
         return value
     if isinstance(value, Tensor) and name.partition("'")[0] == owner[0]:
-        # A number that the module holds, or a tensor that is no parameter.
         held = reached(owner[1], source)
         if held is value or type(held) is float:
             return held

@@ -2,8 +2,16 @@
 
 A packed weight is a cache beside the plain one, which stays the parameter: it is never copied, saved or moved with the
 model. Programs that read one weight share its packed copy, and look at each call whether the weights are those that
-were packed (identity, version, address). If not, the first such call runs on the plain ones, and the second packs them
-again: weights that change at each call (``functional_call`` with several sets) are not packed each time.
+were packed (identity, version, address):
+
+=====================================  ===========================================================================
+the very first call                    packs the weights, and runs on the packed copies
+the same weights as at the last call   runs on these
+others, or others' values              runs on plain weights
+a second call with those               packs them anew
+=====================================  ===========================================================================
+
+So weights that change at each call (``functional_call`` with several sets) are not packed each time.
 
 Whoever looks into the ops, or wants gradients of an input, gets the program on plain weights.
 """
@@ -49,22 +57,26 @@ _ATTENTION: Final = frozenset({"is_causal", "scale", "enable_gqa", "from_flop"})
 _Key = tuple[Any, ...]
 #: What a program takes in the place of a weight.
 _Copy = Tensor | PackedConv
-#: Versions and addresses of weights in a call, and how often shadows were refreshed, which may show in neither.
+#: Versions and addresses of weights in a call, and how often shadows were refreshed: a refresh through an alias changes
+#: neither version nor address of a shadow.
 _Seen = tuple[list[int], list[int], int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
-    """Packed copies, and the keys of what they were made from."""
+class _CacheEntry:
+    """Packed copies, and the keys of what they were made from: first the refreshes of shadows, if one is a shadow."""
 
     keys: tuple[Any, ...]
     copies: tuple[_Copy, ...]
 
 
 def rewrite(gm: GraphModule, settings: Settings, packed: PackedWeights | None = None, by_size: bool = True) -> Program:
-    """Run the passes on a captured graph, in place, and make its program; on packed weights where there are some.
+    """Run the passes on a captured graph, in place, and make its program: the main step of each capture.
 
     Args:
+        gm: the graph, as it was captured.
+        settings: of the conversion.
+        packed: the store of a frozen model that runs on packed weights; else None.
         by_size: small regions may be left to torch's ops.
     """
     # What is returned keeps its gradient only in graphs that were rewritten while gradients are recorded.
@@ -86,7 +98,7 @@ class PackedWeights:
     def __init__(self, context: Context, shadows: ShadowStore) -> None:
         self.context = context
         self.shadows = shadows
-        self._packed: dict[Packing, _Packed] = {}  # by paths in the model
+        self._packed: dict[Packing, _CacheEntry] = {}  # by paths in the model
         self._functions: weakref.WeakSet[_PackedFunction] = weakref.WeakSet()
 
     def take(self, program: Program, shown: GraphModule) -> None:
@@ -139,22 +151,22 @@ class PackedWeights:
         folded = {packing: _make(packing, _weights(packing, tensors)) for packing in known}
         yield
         tensors = _tensors_of(model)
-        # The key is of the low weights, which are the ones that later calls come with.
+        # The keys are of the weights that later calls come with. They are low by now, and no shadows: 0 refreshes.
         for packing, copies in folded.items():
-            self._packed[packing] = _Packed((0, *_keys(_weights(packing, tensors))), copies)
+            self._packed[packing] = _CacheEntry((0, *_keys(_weights(packing, tensors))), copies)
 
-    def packed(self, packing: Packing, weights: Sequence[Tensor | None], refreshes: int) -> tuple[_Copy, ...]:
+    def copies_for(self, packing: Packing, weights: Sequence[Tensor | None], refreshes: int) -> tuple[_Copy, ...]:
         """Return the packed copy of a weight, with a folded batch norm its bias too.
 
         Args:
             packing: what makes it, by paths in the model.
             weights: the weight; with a norm its bias, then the norm's mean, variance, weight and bias.
-            refreshes: of shadows so far, where some of these are shadows.
+            refreshes: of shadows so far, where some of these are shadows; else 0.
         """
         found, keys = self._packed.pop(packing, None), (refreshes, *_keys(weights))
         if found is None or found.keys != keys:
             del found  # before there is another one
-            found = _Packed(keys, _make(packing, weights))
+            found = _CacheEntry(keys, _make(packing, weights))
         self._packed[packing] = found
         return found.copies
 
@@ -201,7 +213,8 @@ class _PackedFunction:
     """Function of a program that has packed weights.
 
     Attributes:
-        packings: of the packed weights that it takes before all others, by paths in the model.
+        packings: how each of the packed copies is made, by paths in the model; in the order in which the copies come,
+            before the arguments of the plain program.
     """
 
     def __init__(self, store: PackedWeights, program: Program, gm: GraphModule) -> None:
@@ -215,7 +228,8 @@ class _PackedFunction:
         self._weights: Callable[[Sequence[Any]], Any] = (
             itemgetter(*positions) if len(positions) > 1 else lambda given: (given[positions[0]],)
         )
-        self._of_shadows = bool(program.low)
+        low = frozenset(program.low)
+        self._of_shadows = frozenset(packing for packing in self.packings if not low.isdisjoint(packing.sources))
         self._inputs = len(program.low) + len(program.plain)
         self._store, self._plain, self._forward = store, program.function, _direct(gm).forward
         self.forget()
@@ -235,8 +249,8 @@ class _PackedFunction:
         except RuntimeError:  # inference tensors count no versions, others have no address
             return self._plain(*given)
         # As for shadows: counters and addresses first, then sampled elements of what may be written unseen.
-        known, samples, copies = self._known
-        if known != seen or samples is None or not samples.same():
+        packed_for, samples, copies = self._packed_for
+        if packed_for != seen or samples is None or not samples.same():
             copies = self._take(weights, seen)
         return self._plain(*given) if copies is None else self._forward(*copies, *given)
 
@@ -245,23 +259,26 @@ class _PackedFunction:
 
     def forget(self) -> None:
         """Forget what is packed: it is out of date."""
-        self._seen: tuple[_Seen, list[int]] | None = None
-        self._known: tuple[_Seen | None, SampledWords | None, tuple[_Copy, ...]] = None, None, ()
+        # The weights of the latest call with others than the packed ones, and those that the copies are made of.
+        self._latest_others: tuple[_Seen, list[int]] | None = None
+        self._packed_for: tuple[_Seen | None, SampledWords | None, tuple[_Copy, ...]] = None, None, ()
 
     def _take(self, weights: Sequence[Tensor], seen: _Seen) -> tuple[_Copy, ...] | None:
-        """Pack weights that are others than those known. None: not yet, or not these."""
+        """Pack weights that are others than those that are packed. None: not yet, or not these."""
         if not all(map(_stays, weights)):
             return None
         samples = SampledWords(weights)
         now = seen, samples.noted.tolist()
-        # The second call with the same weights packs them: weights that change at each call are not packed each time.
-        again, self._seen = self._seen is None or self._seen == now, now
-        if not again:
+        # The very first call packs, and then a second one with the same weights.
+        packs, self._latest_others = self._latest_others in (None, now), now
+        if not packs:
             return None
         by_path = dict(zip(self._paths, weights, strict=True))
-        each = [self._store.packed(each, _weights(each, by_path), seen[2]) for each in self.packings]
-        copies = tuple(copy for copies in each for copy in copies)
-        self._known = seen, samples, copies
+        copies: tuple[_Copy, ...] = ()
+        for packing in self.packings:
+            refreshes = seen[2] if packing in self._of_shadows else 0
+            copies += self._store.copies_for(packing, _weights(packing, by_path), refreshes)
+        self._packed_for = seen, samples, copies
         return copies
 
 

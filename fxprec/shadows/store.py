@@ -129,8 +129,9 @@ class CachedRead:
         return self.versions
 
 
-#: Python references to a weight that only its own shadow keeps alive, as `_living` counts them: the list, the call of
-#: `getrefcount`, and the entry's, or torch's own while C++ (here: AccumulateGrad) refers to the tensor.
+#: Python references to a weight that only its own shadow keeps alive, as ``_living`` counts them: its list, the argument
+#: of ``getrefcount``, and one more: the entry's; or, of a weight with an edge, that which torch keeps to the Python
+#: object while C++ (here: AccumulateGrad) holds the tensor.
 _HELD_BY_SHADOW_ONLY = 3
 
 #: Most lists of weights whose comparison is cached: those of a step, of a forward, of each piece between graph breaks.
@@ -144,9 +145,32 @@ class ShadowStore:
     non-leaves such as parametrized weights, meta, sparse or inference tensors) and every weight under a functorch
     transform or a tracer is cast at each read. A weight that is already low is returned as it is.
 
+    What the next read does depends on these:
+
+    =====================  ==========================  ====================  ===========================================
+    state                  set by                      cleared by            the next read
+    =====================  ==========================  ====================  ===========================================
+    ``_entered``           ``begin``                   a recording read      copies all but the written ones, if it
+                                                                             records gradients and none are accumulated
+    ``_stale``             ``mark_stale``, a step,     a copy of all         copies all but the written ones
+                           ``begin`` if ``_unseen``
+    ``_written`` (ids)     an optimizer of ours        a copy, a step,       leaves these out
+                           (``note_written``)          ``mark_stale``, a
+                                                       sample that differs
+    ``_stepped`` (ids)     a step that changed them    a copy of all,        copies these as changed: onto the shadow
+                                                       ``note_written``      itself, and not through its alias
+    ``_unseen`` (ids)      a weight that may be        its end               (``begin`` marks all stale)
+                           written without a sign
+    ``_held``              the first recording read    the end of the        copies on a sign of change alone
+                           within ``accumulating``     block
+    =====================  ==========================  ====================  ===========================================
+
+    They change under the lock, but for single assignments, and for ``_drop``, which weakref callbacks run at any time.
+
     Attributes:
         dtype: dtype of the shadows.
-        debug: under ``no_grad`` compare every shadow with its weight at each ``begin``, and raise on a stale one.
+        debug: at each ``begin`` compare shadows with their weights, and raise on a stale one: under ``no_grad`` all of
+            them; with gradients, where the others are copied, those that an optimizer wrote.
         looked: how often it went through weights one by one, because something changed or might have. Callers compare
             it, to look at dtypes only then.
         refreshes: multi-tensor copies so far (the first cast of a weight does not count).
@@ -162,18 +186,17 @@ class ShadowStore:
         self._sharded: tuple[int, ...] = ()
         self._entries: dict[int, Entry] = {}
         self._cached_reads: dict[tuple[int, ...], CachedRead] = {}
+        # See the table above.
         self._stepped: set[int] = set()
-        self._written: set[int] = set()  # by the optimizer, in its step
-        # A forward began and no recording read has refreshed it yet.
+        self._written: set[int] = set()
         self._entered = False
         self._stale = False
-        self._low_gradients: set[int] = set()  # of these shadows
-        # These weights may be written without a sign (``Entry.unseen``).
-        self._unseen: set[int] = set()
+        self._unseen: set[int] = set()  # ``Entry.unseen``
+        self._low_gradients: set[int] = set()  # ids of the weights whose gradients stay low
         self._samples: dict[torch.device, Samples] = {}
         self._looks: dict[tuple[int, ...], tuple[list[Entry], list[Look]]] = {}  # by the entries' ids
-        self._accumulating = 0
-        self._held = False  # the first micro-batch was refreshed
+        self._accumulating = 0  # blocks of ``accumulating`` that are entered
+        self._held = False
         self._lock = threading.RLock()
         _stores().add(self)
 
@@ -251,7 +274,10 @@ class ShadowStore:
         return [*map(self._entries.get, map(id, weights))]
 
     def made_on(self, stream: torch.cuda.Stream | None) -> bool:
-        """Return whether every shadow was made on this CUDA stream: else a graph captured on it lacks the backward."""
+        """Return whether every shadow was made on this CUDA stream.
+
+        A CUDA graph that is captured on another lacks the backward of the shadows' edges, which runs on theirs.
+        """
         return all(entry.stream == stream for entry in [*self._entries.values()])
 
     def note_stepping(self, weights: Iterable[Tensor]) -> None:
@@ -323,6 +349,8 @@ class ShadowStore:
                     return cached.shadows.copy()
                 del cached  # see ``read``
             if recording or self._stale:
+                # A forward that records gradients copies all: its weights are being trained. Not a later micro-batch,
+                # nor where no weight wants a gradient: there only a sign tells of a change.
                 everything = recording and not self._held and any(e.requires_grad for e in [*self._entries.values()])
                 self._refresh_all(everything or self._stale)
             else:
@@ -342,10 +370,13 @@ class ShadowStore:
                 made = {entry.key: (weight, entry) for weight, entry in pairs if entry and entry.key not in before}
                 note(self._looks_at([*made.values()]) or ())
             lasting = [entry for entry in entries if entry is not None]
-            distinct = {entry.key: (weight, entry) for weight, entry in zip(weights, lasting, strict=False)}
-            looks = self._looks_at([*distinct.values()]) if len(lasting) == len(entries) else None
+            looks = None
+            # The list is cached unless one is cast at each read (the id of a temporary may come back as that of another
+            # weight), or no look can be made now, since a CUDA graph is being captured.
+            if len(lasting) == len(entries):
+                distinct = {entry.key: (weight, entry) for weight, entry in zip(weights, lasting, strict=True)}
+                looks = self._looks_at([*distinct.values()])
             if looks is None:
-                # Not cached: the id of a temporary may come back as that of another weight.
                 pairs = zip(weights, entries, strict=True)
                 return [weight.to(self.dtype) if entry is None else entry.shadow for weight, entry in pairs]
             cached = self._cached_reads[ids] = CachedRead.of(weights, lasting, looks)
@@ -362,7 +393,10 @@ class ShadowStore:
         if cached.distinct != known or cached.device is None or not any(cached.requires_grad):
             return False
         changed, stepped, written = cached.changed(weights), len(self._stepped), len(self._written)
-        if changed is None or stepped not in (0, known) or written not in (0, 0 if changed or stepped else known):
+        if changed is None or stepped not in (0, known):
+            return False
+        # An optimizer of ours wrote all shadows, and nothing changed since: then there is nothing to copy.
+        if written and not (written == known and not changed and not stepped):
             return False
         if changed and any(self._entries[key].version != then for key, then in zip(ids, cached.versions, strict=True)):
             # Another cached read has copied these versions already. To copy in place again would raise the shadow's
@@ -522,7 +556,9 @@ class ShadowStore:
             self._stale = True
 
     def _check(self, keys: Container[int], model: torch.nn.Module | None) -> None:
+        """Raise if one of these shadows is stale, and neither will be copied by the next read nor shows it."""
         with self._lock:
+            # If ``_stale``, the next read copies all but the written ones.
             pairs = [
                 (weight, entry)
                 for weight, entry in self._living()

@@ -21,13 +21,16 @@ class Packing(NamedTuple):
     norm: None = None
 
 
+FOLDED, OF_SHADOW = Packing("w"), Packing("s")
+
+
 @pytest.fixture
 def function(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A program that says what it ran on: f(weight, x)."""
     monkeypatch.setattr(packed_weights, "_make", lambda _packing, weights: (weights[0].clone(),))
     shadows: Any = SimpleNamespace(refreshes=0)
     made: Any = _PackedFunction.__new__(_PackedFunction)
-    made.packings, made._paths, made._inputs, made._of_shadows = (Packing("w"),), ("w",), 1, False
+    made.packings, made._paths, made._inputs, made._of_shadows = (Packing("w"),), ("w",), 1, frozenset()
     made._weights = lambda given: given[:1]
     made._store = PackedWeights(SimpleNamespace(), shadows)  # type: ignore[arg-type]
     made._plain = lambda weight, x: ("plain", weight.clone())
@@ -60,3 +63,21 @@ def test_weights_that_are_overwritten_at_each_call_are_not_packed(function: Any)
         weight.data.mul_(1.5)
         how, used = function(weight, torch.ones(1))
         assert how == "plain" and torch.equal(used, weight)
+
+
+def test_a_refresh_of_shadows_leaves_what_is_made_of_other_weights(function: Any):
+    """Such as a norm that was folded into an FP32 weight, which has become low since."""
+    store, low, shadow = function._store, torch.randn(90).bfloat16(), torch.randn(90).bfloat16()
+    function.packings, function._paths, function._of_shadows = (FOLDED, OF_SHADOW), ("w", "s"), frozenset({OF_SHADOW})
+    function._weights, function._inputs = lambda given: given[:2], 2
+    function._forward = lambda folded, packed, *given: (folded, packed)
+    store.shadows.refreshes = 3
+    folded = torch.randn(90).bfloat16()
+    store._packed[FOLDED] = packed_weights._CacheEntry((0, *packed_weights._keys([low])), (folded,))
+    first, packed = function(low, shadow, torch.ones(1))
+    assert first is folded and torch.equal(packed, shadow)
+    store.shadows.refreshes += 1
+    function._plain = lambda *given: None
+    function(low, shadow, torch.ones(1))
+    again, anew = function(low, shadow, torch.ones(1))
+    assert again is folded and anew is not packed
