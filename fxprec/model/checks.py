@@ -29,7 +29,7 @@ _WRAPPERS = {
     "DataParallel": "torch.nn.parallel",
     "FullyShardedDataParallel": "torch.distributed.fsdp",
 }
-#: Homes of modules whose weights are packed and quantized: no parameters, that one could see their dtypes.
+#: Homes of modules whose weights are packed and quantized: these are no parameters, whose dtypes would tell.
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.ao.nn.sparse.quantized")
 
 
@@ -77,7 +77,7 @@ def refuse_unfit(model: Any, settings: Settings) -> None:
 
 def check_module_overrides(policy: Policy, module: nn.Module) -> None:
     """Raise PolicyError for an override of a module path or class that the model does not have, before any capture."""
-    # Ops and nodes are known after a capture; modules are at once.
+    # Ops and nodes are known after a capture only: there are none here. Modules are known at once.
     of_modules = tuple(override for override in policy.overrides if override.kind == "modules")
     if of_modules:
         replace(policy, overrides=of_modules, rules=()).check_matches((), dict(module.named_modules()), ())
@@ -96,6 +96,7 @@ def _refuse_no_kernels(settings: Settings) -> None:
     elif settings.fuse is True and settings.device == "cpu":
         why = f"{settings.why_not_compiled}. fuse='auto' takes native mixed-precision kernels"
     else:
+        # "auto" on CUDA warns here alone: at O0 and with inductor nothing was promised, and nothing is said.
         why = (
             f"{why_no_kernels(settings.device)}. fuse='auto' takes native mixed-precision kernels there, "
             "fuse='aten' forms the regions and runs them op by op"
@@ -166,7 +167,7 @@ def _refuse_weights(model: nn.Module) -> None:
         return
 
     def first(wanted: Callable[[Tensor], bool]) -> str:
-        """Return the first name; they are looked up where they are needed: most models are converted."""
+        """Return the name of the first such tensor. Names are made for an error only, since most models pass."""
         named = chain(model.named_parameters(), model.named_buffers())
         return next(path for path, tensor in named if wanted(tensor))
 

@@ -17,8 +17,8 @@ def graph_module(module: nn.Module, method: str = "forward") -> GraphModule:
 
     It is that of the modes (train, eval) which the module and those in it are in now, of several the one captured last.
     It is called as the method is, and gives what the method gives, in its containers; what the method writes to Python
-    objects it does not. Arguments that are built into it (numbers, flags, which keys a dict has; with dynamo dtypes and
-    sizes too) are checked: a call with others raises ``OtherCallError``.
+    objects it does not write. Arguments that are built into it (numbers, flags, which keys a dict has; with dynamo
+    dtypes and sizes too) are checked: a call with others raises ``OtherCallError``.
 
     Args:
         module: a converted module.
@@ -61,7 +61,7 @@ def rewritten_graphs(model: nn.Module) -> tuple[GraphModule, ...]:
         NotCapturedError: the module waits for its first call.
         ConversionError: it is neither.
     """
-    if isinstance(model, GraphModule) and not is_converted(model) and annotated_graphs(model):
+    if isinstance(model, GraphModule) and not is_converted(model) and _is_rewritten(model):
         return (model,)
     return graphs(model)
 
@@ -85,6 +85,6 @@ def captured_of(model: nn.Module) -> dict[GraphModule, Captured]:
     return {each.gm: each for each in conversion_of(model).captured} if is_converted(model) else {}
 
 
-def annotated_graphs(gm: GraphModule) -> bool:
+def _is_rewritten(gm: GraphModule) -> bool:
     """Return whether the passes went over this graph."""
     return any(notes(node).state("precision") for node in gm.graph.nodes)

@@ -23,9 +23,13 @@ _Model = TypeVar("_Model", bound=nn.Module)
 def refresh(model: nn.Module) -> None:
     """Copy every weight of ``model`` to its shadow now: after a write to a part of it that torch does not count.
 
-    Such writes (``param.data[3] = 0``, a WGAN's ``p.data.clamp_()`` that changes few elements) want it before a forward
-    under ``no_grad``, and before any forward after a step of ``fxprec.optim``, which wrote the shadows. After a step of
-    any other optimizer training forwards refresh by themselves, and a write to all of a weight is seen anyway.
+    Call it after such a write (``param.data[3] = 0``, a WGAN's ``p.data.clamp_()`` that changes few elements)
+
+    - before a forward under ``no_grad``;
+    - before any forward, if an optimizer of ``fxprec.optim`` made the last step: it wrote the shadows itself.
+
+    After a step of any other optimizer training forwards refresh by themselves, and a write to all of a weight is seen
+    anyway.
     """
     conversion = conversion_of(model)
     conversion.store.refresh()
@@ -70,12 +74,12 @@ def freeze(model: _Model, pack: bool = True) -> _Model:
     gradients are dropped. Training forwards and ``load_state_dict`` afterwards raise ConversionError; there is no way
     back but the checkpoint.
 
-    On a CPU for whose bfloat16 oneDNN has kernels, low linears and convolutions (those in FP32, too) then run on copies
+    On a CPU for whose bfloat16 oneDNN has kernels, low linears, and convolutions low or FP32, then run on copies
     of the weights that are packed at the first call, in the layout of these kernels, with what follows them in the same
     kernel: an activation, behind a convolution also its batch norm (folded into the weight, from the FP32 one where
     that is still there) and a sum. What is joined is rounded once less: results differ in the last bits, and are no
-    less exact. A copy or a loaded model folds norms into low weights, and differs from this one so, too. ``report``
-    says what is packed.
+    less exact. A copied or loaded model has no FP32 weights any more: it folds norms into the low ones, and differs
+    from this one in the last bits. ``report`` says what is packed.
 
     The parameters stay as they are: what is saved, copied or moved holds plain weights only. A weight that changes is
     packed again; after a write through ``.data``, which torch does not record, call ``refresh``. Where an input wants a
@@ -83,9 +87,9 @@ def freeze(model: _Model, pack: bool = True) -> _Model:
 
     Args:
         model: a converted module.
-        pack: False: no packed copies. They take as much memory as the low weights (a convolution's as much for each
-            size of its input, up to four, and the plain one from the second on): with them a model holds what its FP32
-            weights did.
+        pack: False: no packed copies. They take as much memory as the low weights: with them a model holds what its
+            FP32 weights did. (A convolution has one copy for each size of its input, up to four; from the second size
+            on it keeps a plain one, too.)
 
     Raises:
         NotCapturedError: nothing captured yet: which weights are lowered is known from the graphs.

@@ -55,7 +55,7 @@ class Messages:
 
         Args:
             has_graphs: it has some for other modes.
-            net: of a model whose calls all ran outside of graphs: 'where' -> 'why'; else None.
+            net: 'where' -> 'why' of what ran outside of graphs, if no call had a graph; else None.
             declined: why static capture was declined, of any method.
         """
         called = self._called(method)
@@ -63,7 +63,8 @@ class Messages:
         if net:
             where, why = next(iter(net.items()))
             return NotCapturedError(f"{called} has no graph: it {self._served()}. {where}: {why}")
-        # The reason nearest to what was asked for: of this method, else of the settings.
+        # The reason nearest to what was asked for: of this method, else of the settings. Those of methods other than
+        # forward begin with their name; for forward all are taken.
         waits = ["lower='pays' asks for sizes"] if self._settings.pays else []
         own = [why for why in declined if method.key == "forward" or why.startswith(f"{method.key}: ")]
         why = "".join(f" ({reason})" for reason in (own or waits)[-1:])
@@ -78,7 +79,7 @@ class Messages:
         return NotCapturedError(f"{called} is captured at its first call{why}: call it once, {give}and look again")
 
     def changed(self, method: Method, what: str) -> NotCapturedError:
-        """Return the error for a graph of dynamo whose calls take another of the model's values for granted."""
+        """Return the error for a graph of dynamo with a value of the model built in that is another one by now."""
         return NotCapturedError(
             f"{what} of {self._name} is another than at the first call, and dynamo's graph of {self._called(method)} "
             "serves any: fxprec.graphs(model) gives it with that of the first call. Convert a copy of the model"

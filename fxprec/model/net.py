@@ -18,7 +18,7 @@ import torch
 
 #: Begins the reason of what runs outside of the graphs without autocast.
 RUNS_FP32: Final = "it runs in FP32, since"
-#: And of what runs there within a region of the user's own.
+#: The reason of what runs outside of the graphs within the user's own autocast region.
 RUNS_AS_TOLD: Final = "it runs as the user's own torch.autocast says"
 
 
@@ -55,7 +55,8 @@ def without_net() -> Iterator[None]:
     for net in _nets.open:
         first.setdefault(net._device, net)
     now = [(net, net.state()) for net in first.values()]
-    # The outermost last: all devices share one cache of casts, and it knows how that was.
+    # The outermost last: all devices share one setting of the cache of casts, and only the outermost net knows how that
+    # was before any net.
     for net in reversed(first.values()):
         net.set(False, *net.before[1:])
     try:
@@ -66,7 +67,7 @@ def without_net() -> Iterator[None]:
 
 
 class Net:
-    """A context in which autocast is on; one object an entry."""
+    """A context in which autocast is on; a new object for each ``with``, since it keeps what was before."""
 
     __slots__ = ("_device", "_dtype", "before", "enabled")
 

@@ -21,7 +21,7 @@ from fxprec.passes.graph.annotations import notes
 from fxprec.programs.memory import SharedMemory, constants_of, mark_shared
 from fxprec.shadows import ShadowStore
 
-#: Input dtypes for which a graph that was captured without inputs is right: its casts ask for the dtype when they run.
+#: Input dtypes for which a graph that was captured without inputs is right: casts in it look at what arrives.
 _ASSUMED: Final = frozenset({torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 
 #: Integer dtypes with values that no low dtype holds. A graph that was captured with such an input keeps in FP32 what
@@ -62,9 +62,10 @@ class StaticEntry:
             use it.
         may_share: weights that may share memory with what the graph writes.
         memory: how they and the inputs share memory; None: the graph writes to none of them.
-        small_up_to: of each input up to how many elements the fused regions that were left out do not pay; None: none
-            were left out for their size.
-        wants_sizes: it has regions that would have been left out if sizes had been known.
+        small_up_to: regions too small to pay were left to torch's ops. Of each input the number of elements beyond
+            which they would pay, so that another trace is due; None: none was left out for its size.
+        wants_sizes: it was captured without sizes, and has regions that may be too small to pay. So it serves no call
+            with tensors: that is traced anew, with its sizes.
         one_element_dims: index in ``plain`` of each tensor of one element -> its ``dim()``: torch promotes a 0-dim
             tensor otherwise than one of shape [1].
     """
@@ -98,20 +99,20 @@ class StaticEntry:
         left, most = largest_left(captured.gm), None
         if left is not None and tensors is not None:
             most = tuple(grows_to(tensor.numel(), left) for tensor in tensors)
-        wanted = tensors is None and wants_sizes(captured.gm)
+        placeholders = captured.gm.graph.find_nodes(op="placeholder")
         return cls(
-            captured,
-            low,
-            plain,
-            low_dtypes,
-            plain_dtypes,
-            kinds,
-            tuple(notes(node).taken_for_float for node in captured.gm.graph.find_nodes(op="placeholder")),
-            watched,
-            memory,
-            most,
-            wanted,
-            {place: each.dim() for place, each in enumerate(map(getitem, *plain)) if each.numel() == 1},
+            captured=captured,
+            low=low,
+            plain=plain,
+            low_dtypes=low_dtypes,
+            plain_dtypes=plain_dtypes,
+            kinds=kinds,
+            assumed_float=tuple(notes(node).taken_for_float for node in placeholders),
+            may_share=watched,
+            memory=memory,
+            small_up_to=most,
+            wants_sizes=tensors is None and wants_sizes(captured.gm),
+            one_element_dims={i: each.dim() for i, each in enumerate(map(getitem, *plain)) if each.numel() == 1},
         )
 
     def is_outgrown(self, tensors: tuple[Tensor, ...]) -> bool:
@@ -121,7 +122,7 @@ class StaticEntry:
         )
 
     def replaces(self, other: StaticEntry) -> bool:
-        """Return whether this graph makes the other one of its key superfluous, for what is known of sizes."""
+        """Return whether the other graph of the key is never better: it was made without sizes, or lacks regions."""
         if other.captured.training != self.captured.training:
             return False
         return other.wants_sizes or (
@@ -238,7 +239,7 @@ class StaticGraphs:
         known = self._of_names(names)
         if len(known) >= _MOST_BEFORE_DYNAMO and not self._symbolic:
             raise CaptureDeclined(f"{len(known)} graphs, and again {self._what_changed(key)}")
-        # Fill torch's cache of these now: a trace patches some of them, and the cache is for good.
+        # torch keeps the list of these from its first call on: made within a trace, it would hold what that patches.
         get_overridable_functions()
         capture = trace_static(traced, names, dict(constants), method, path)
         if tensors is not None:
@@ -290,6 +291,7 @@ class StaticGraphs:
         """Say what made a further trace necessary, for the report."""
         names, _ = key
         values = [dict(others) for of, others in (*self._entries, key) if of == names]
+        # The argument to name is one that had another value in more than half of the graphs.
         changing = [
             name for name in values[0] if len({repr(value.get(name)) for value in values}) > _MOST_BEFORE_DYNAMO // 2
         ]

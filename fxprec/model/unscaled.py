@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def scales(scaler: LossScaler) -> bool:
-    """Return whether gradients are others with this scaler than without: not if it is disabled, or a static 1."""
+    """Return whether this scaler changes gradients: not if it is disabled, or fixed at 1."""
     is_static = scaler.get_growth_factor() == scaler.get_backoff_factor() == 1.0
     return scaler.is_enabled() and not (is_static and scaler.get_scale() == 1.0)
 
@@ -40,7 +40,7 @@ def expect_scaling(conversion: Conversion) -> None:
 
 
 def handed_back(scaler: LossScaler) -> None:
-    """Note the scaler that ``convert`` gave its caller: mostly that one scales, and no other is looked for."""
+    """Note the scaler that ``convert`` gave its caller: these are asked first, and mostly one of them scales."""
     _handed_back().add(scaler)
 
 
@@ -55,7 +55,10 @@ _Expecting = weakref.WeakKeyDictionary[Conversion, weakref.WeakSet[Optimizer]]
 
 @functools.cache
 def _expecting() -> _Expecting:
-    """Return the one hook for all of them, which stays: torch's loop over hooks breaks where one goes meanwhile."""
+    """Return the conversions that wait for their first step; on the first call register one hook for all of them.
+
+    The hook stays: torch's loop over hooks breaks where one goes meanwhile.
+    """
     expecting: _Expecting = weakref.WeakKeyDictionary()
 
     def stepped(optimizer: Optimizer, _args: object, _kwargs: object) -> None:

@@ -103,7 +103,8 @@ def _untouched(module: nn.Module, conversion: Conversion, tensors: Iterable[Tens
             yield
     finally:
         if any(isinstance(tensor, nn.Parameter) for tensor in written):
-            # A version that a shadow knows may come again, with other values.
+            # The version counters are put back: a later write may bring a version that a shadow was copied at, with
+            # other values.
             conversion.store.mark_stale()
         state.restore()
         random.restore()
@@ -113,8 +114,8 @@ def _untouched(module: nn.Module, conversion: Conversion, tensors: Iterable[Tens
 def kept(model: nn.Module) -> Iterator[None]:
     """Give a model no gradients while the context lasts, and put all back after it, random number generators too.
 
-    A backward of a call that was made before finds what it read. Nobody hears of gradients that are accumulated
-    within: such hooks step optimizers.
+    A backward of a call that was made before finds what it read. Hooks on accumulated gradients do not run within: some
+    of them step an optimizer.
     """
     conversion = conversion_of(model)
     calls, gradients = conversion.calls, [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -136,8 +137,8 @@ def kept(model: nn.Module) -> Iterator[None]:
 def values_kept(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Put back the values of tensors, their memory where ``data`` was assigned to, and their version counters.
 
-    A backward that read them before, and is to run yet, finds what it read. It holds copies meanwhile, of a DTensor
-    that of this rank's shard; a tensor that is lazy, fake or on the meta device has no values.
+    A backward that read them before, and is to run yet, finds what it read. Copies of all values are held meanwhile (of
+    a DTensor, of this rank's shard); a tensor that is lazy, fake or on the meta device has no values.
 
     Yields:
         A list, empty until the context ends: then of the tensors that had been written.
@@ -171,7 +172,8 @@ def _with_values(tensor: Tensor) -> Iterator[Tensor]:
 
 def _put_back(tensor: Tensor, memory: Tensor, value: Tensor) -> bool:
     """Give a tensor its memory and the value in it, unless it has both; return whether it had not."""
-    strided = tensor.layout is torch.strided  # nothing compares others
+    # Of other layouts neither address nor bits can be compared: they are copied in any case.
+    strided = tensor.layout is torch.strided
     # First the memory, then what is in it.
     moved = strided and _place(tensor) != _place(memory)
     if moved:

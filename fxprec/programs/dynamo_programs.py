@@ -47,10 +47,10 @@ class Calls:
         part: why the graph is a part of the method only; "" where it is the whole.
         placeholders: what dynamo said of its inputs.
         modes: of the method's module, in such calls.
-        number: of the last of them, among all calls of the method.
-        looked_at: one has gone through.
+        number: of the latest call that ran it; all calls of the method are counted.
+        looked_at: such a call has gone through, and its form was looked for.
         form: how the method was called, and what it gave; None: the graph cannot be called so.
-        why_not: and why.
+        why_not: why not, where the graph is the whole of the method, and a call was looked at.
     """
 
     part: str
@@ -68,14 +68,17 @@ class Calls:
         return cls(part, tuple(map(Placeholder.of, gm.graph.find_nodes(op="placeholder"))))
 
     def note_mode(self, module: nn.Module, closely: bool) -> None:
-        """Note a call of this module that ran it; ``closely``: modes of those in it may have changed, not its own."""
+        """Note a call of this module that ran it: the modes of all modules, if its own is another than at the last one.
+
+        ``closely``: in any case, since the modes of modules in it may have changed alone.
+        """
         # To list all modes takes longer than many a call.
         if closely or module.training is not self._training:
             self._training = module.training
             self.modes.add(modes_of(module))
 
     def look(self, form_of: Callable[[Sequence[Placeholder]], CallForm]) -> None:
-        """Note that a call has gone through; ``form_of``: its form, from what dynamo said of the inputs, or NoForm."""
+        """Note that a call has gone through; ``form_of``: makes its form from the placeholders, or raises NoForm."""
         self.looked_at = True
         if self.part:
             return
@@ -89,7 +92,10 @@ _Run = tuple[Calls, Sequence[Any], Sequence[Any]]
 
 
 class Ran(threading.local):
-    """The graphs that ran in the call that goes on, each with its inputs and results; the latter while they matter."""
+    """The graphs that ran in the call that goes on, in this thread, each with its inputs and results.
+
+    Inputs and results, which may be large, are there only until the form of the graph is known.
+    """
 
     def __init__(self) -> None:
         self._runs: list[_Run] | None = None
@@ -106,12 +112,11 @@ class Ran(threading.local):
             self._runs = before
 
     def is_other(self, calls: Calls | None) -> bool:
-        """Return whether the last call did not run that graph: an argument, or something of the model, is another."""
+        """Return whether the last call did not run this graph: then an argument, or the model's state, is another."""
         return id(calls) not in self._in_the_last
 
     def append(self, calls: Calls | None, inputs: Sequence[Any], results: Sequence[Any]) -> None:
         """Note a graph that ran; ``calls``: None where nobody knows it any more."""
-        # Inputs and results are kept only until the graph's form is known: they may be large.
         if self._runs is not None and calls is not None:
             self._runs.append((calls, (), ()) if calls.looked_at else (calls, inputs, results))
 
@@ -181,7 +186,8 @@ class ProgramsByMemory:
 
     Args:
         gm: dynamo's graph, as it was before it was rewritten; None: the first program serves all arguments.
-        rewrite: makes the program for arguments, or for any arguments that share memory in whatever way.
+        rewrite: called with the graph, arguments and ``any_memory``, makes the program for arguments that share memory
+            as these do; ``any_memory``: for all, however they share it.
         first: the program for the arguments that it was captured with.
     """
 

@@ -36,9 +36,9 @@ def made_presentable(
         low: of its results, those of this dtype are to be FP32, as the model gives them.
         form: how it is to be called, and what it is to give; None: as it was captured.
     """
-    _state_dtypes(gm)
-    # Each step is marked in ``meta``: the model keeps the graph, and gives the same one again. The form comes before
-    # the results, which are restored by what the arguments are then.
+    _update_dtypes_of_values(gm)
+    # Each step is marked in ``meta``: the model keeps the graph, and gives the same one again. First the form, then the
+    # results: what restores them reads the placeholders, which the form replaces.
     if form is not None and "formed" not in gm.meta:
         gm.meta["formed"] = True
         _Writer(gm, model, form).write()
@@ -49,7 +49,7 @@ def made_presentable(
         gm.meta["presented"] = True
         for each in every_graph(gm):
             run_checkpoints(each.graph)
-            # It repeats "val", and would have split_module take sizes for inputs, as dynamo does.
+            # It repeats "val", and where it is there torch's split_module makes inputs of symbolic sizes.
             for node in each.graph.nodes:
                 node.meta.pop("example_value", None)
         _take_over_state(gm, model)
@@ -59,8 +59,8 @@ def made_presentable(
     return gm
 
 
-def _state_dtypes(gm: GraphModule) -> None:
-    """Give ``meta["val"]``, which has the dtypes before the rewrite, those after it: printed graphs show them."""
+def _update_dtypes_of_values(gm: GraphModule) -> None:
+    """Cast ``meta["val"]``, which has the dtypes before the rewrite, to those after it: printed graphs show them."""
     for node in gm.graph.nodes:
         precision, value = notes(node).precision, node.meta.get("val")
         if precision.output is None or not isinstance(value, Tensor):
@@ -85,7 +85,7 @@ def _restore_results(gm: GraphModule, low: dtype) -> None:
     gm.recompile()
 
 
-#: Annotation of the nodes that this file adds.
+#: Annotation of the nodes that this file adds, which take and give no floats.
 _OF_CALL: Final = Precision.arriving(None, None, Rule.KEEP, "no floats")
 
 
@@ -200,7 +200,7 @@ class _Writer:
 
 
 def _built_in(node: Node, value: float) -> Tensor:
-    """Replace what the graph reads by ``item`` of an input by a number, and return a tensor for the other readers.
+    """Put the number in the place of each ``input.item()``; return it as a tensor for what else reads the input.
 
     dynamo passes a float attribute of a module as a 0-dim tensor.
     """

@@ -32,7 +32,7 @@ _pointer = Tensor.data_ptr
 
 
 def mark_shared(gm: GraphModule, inputs: Mapping[Node, Any]) -> None:
-    """Write ``meta["memory"]`` on what lies outside of a captured graph and shares memory.
+    """Note (``notes(node).memory``) which inputs and attributes of a captured graph share memory: a number for each.
 
     Args:
         inputs: placeholder -> its value, as far as there is a call.
@@ -70,6 +70,8 @@ class SharedMemory:
         self._constants = [*map(_span, constants)]
         self._layout = self._expected = _Layout(weights, self._constants)
         inputs = () if inputs is None else inputs
+        # None: the inputs share no memory with anything. Then only the weights' own pattern is compared, and whether
+        # inputs still lie apart.
         apart = self._expected.has_none_of([*map(_span, inputs)])
         self._pattern = None if apart else self._expected.pattern_with(inputs)
 
@@ -97,6 +99,7 @@ class _Layout:
         self.pointers = _pointers(weights)
         self._spans = [*map(_span, weights), *constants]
         self.pattern = _pattern(self._spans)
+        # An empty stretch at 0, so that there is one before each address.
         self._starts, self._ends = [0], [0]
         # Neighbours that overlap are one stretch, so that a bisection finds whatever lies there.
         for start, end in sorted(span for span in self._spans if span != _NOWHERE):

@@ -50,7 +50,8 @@ class Program:
         gm: the lifted graph.
         writes: it writes to inputs, parameters or buffers: it is right for those alone that share memory with each
             other as they did when it was captured.
-        watched: of ``plain`` those for which that matters: what it writes, and what it reads a copy of.
+        watched: of ``plain`` those for which that matters: what it writes, and what it reads a copy of. (Of ``low`` it
+            matters for all, since shadows are copies.)
         writes_weights: it writes to parameters: afterwards their shadows are stale.
         packed: the lifted graph on packed weights, which its function runs where it can.
     """
@@ -104,7 +105,7 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
         else:
             args, kwargs = map_arg(node.args, values.__getitem__), map_arg(node.kwargs, values.__getitem__)
             values[node] = new_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
-            # In place: assigning to an attribute of a node moves it in tables.
+            # In place: an assignment to any attribute of a node takes it out of the graph's table, and puts it back.
             values[node].meta.update(node.meta)
     # Regions that recompute run torch's checkpoint; the passes wanted dynamo's operator, whose body they see.
     checkpoints = gm.graph.find_nodes(op="call_function", target=tag_activation_checkpoint())
@@ -115,11 +116,11 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
             body.recompile()
     _bind_patched(graph)
     lifted = (LazyBase if executor == "eager" else GraphModule)(gm, graph, class_name="Program")
-    function = None if executor == "eager" else torch.compile(lifted, backend="inductor")
+    compiled = None if executor == "eager" else torch.compile(lifted, backend="inductor")
     named = {kind: tuple(path for k, path in slots if k == kind) for kind in ("low", "plain")}
     written = [noted for _, noted in nodes if noted.written]
     writes_weights = any(noted.kind == "parameter" for noted in written)
-    function = _runner(lifted, function, device)
+    function = _runner(lifted, compiled, device)
     # What it neither writes nor copies may share memory with anything.
     matters = {weight_path(node) for node in _written_or_copied(gm.graph) if node.op == "get_attr"} if written else ()
     watched = tuple(path for path in named["plain"] if path in matters)
@@ -145,6 +146,7 @@ def _runner(lifted: GraphModule, compiled: Callable[..., Any] | None, device: st
             wide = wide or _with_wide_norms(lifted).forward
             return wide(*args)
         if forward is None:
+            # Write the source now, and then call what it calls directly.
             lifted.real_recompile()  # type: ignore[operator]  # of a lazy graph module
             forward = lifted.forward
             call_directly(forward)
@@ -154,7 +156,10 @@ def _runner(lifted: GraphModule, compiled: Callable[..., Any] | None, device: st
 
 
 def _written_or_copied(graph: Graph) -> set[Node]:
-    """Return what lies outside and is written, cast, or read by a region or body, which may move among writes."""
+    """Return placeholders and attributes that the graph writes or casts, or that a region or body reads.
+
+    A cast holds the values of its time, and a cast or region may stand at another side of a write than in the original.
+    """
     roots = alias_roots(graph)
     found: set[Node] = set()
     for node in graph.nodes:
@@ -200,10 +205,11 @@ def _has_mixed_norms(gm: GraphModule) -> bool:
 
 
 def _with_wide_norms(lifted: GraphModule) -> GraphModule:
+    """Return a copy of a lifted graph, and of its regions, in which norms of low values compute in FP32."""
     graph = Graph()
     values: dict[Node, Node] = {}
     graph.output(graph.graph_copy(lifted.graph, values))
-    # Readers first: they read the copy itself.
+    # From the end: where a norm reads another one, it finds the other's copy in ``values``, not yet the cast behind it.
     for node, copied in reversed(values.items()):
         if not _is_mixed_norm(notes(node)):
             continue

@@ -20,7 +20,8 @@ from fxprec.kernels.launch.observers import SCRIPT, TRACING, TRANSFORM, watcher
 from fxprec.shadows.low_gradients import Wish, cast_with_low_gradient
 from fxprec.torch_internals import run_before
 
-#: Sequence number just below that of AccumulateGrad, which is the highest.
+#: Sequence number of the shadow's edge: of the nodes that are ready, autograd runs the one with the highest first.
+#: AccumulateGrad has the highest of all, and this is the next.
 _AS_SOON_AS_READY: Final = 2**64 - 2
 
 #: Most stale weights that a message names.
@@ -37,8 +38,9 @@ class Entry:
             ``torch.utils.swap_tensors`` refuses tensors that have one.
         shadow: the low copy, with its autograd edge.
         alias: the shadow's storage with a version counter of its own.
-        plain: the shadow's storage and version counter without the edge, for optimizers. They keep it longer than the
-            shadow lives, and an AccumulateGrad kept alive runs on the stream that made it, which no graph captures.
+        plain: the shadow's storage and version counter without the edge, for optimizers, which may hold it longer than
+            the shadow lives. With the edge they would keep an old AccumulateGrad alive, which runs on the stream that
+            it was made on: a CUDA graph captured on another stream would lack it.
         edge: the weight's AccumulateGrad, to which the shadow's gradient goes; None: the weight is frozen.
         wish: mark of an optimizer for a low gradient, or None.
         unseen: the weight may be written unnoticed: by another process, or because its elements cannot be compared
@@ -135,7 +137,7 @@ def _accumulates(shadow: Tensor) -> Any:
     return next((node for node, _ in below if node is not None), None)
 
 
-def stale(weights: Sequence[Tensor], low: torch.dtype, model: torch.nn.Module | None) -> StaleShadowError:
+def stale_error(weights: Sequence[Tensor], low: torch.dtype, model: torch.nn.Module | None) -> StaleShadowError:
     """Return the error for these weights; ``model`` gives their names."""
     names = {} if model is None else {id(weight): name for name, weight in model.named_parameters()}
     which = [f"{names.get(id(w), 'a weight')} of shape {tuple(w.shape)} on {w.device}" for w in weights[:_NAMED]]

@@ -34,8 +34,8 @@ class Wish:
 class Wishes:
     """Marks of one optimizer's weights; the optimizer holds them.
 
-    They hold the weights, as the optimizer does anyway: a weak reference, which ``torch.utils.swap_tensors`` refuses,
-    is needed only once the optimizer is gone.
+    While the optimizer lives, its marks hold the weights, as it does itself. When it goes they move to ``_orphans``,
+    which refers to weights weakly: ``torch.utils.swap_tensors`` refuses such weights, so that comes last.
     """
 
     def __init__(self, weights: Iterable[Tensor], how: str) -> None:
@@ -72,14 +72,17 @@ def cast_with_low_gradient(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def widen(weights: Iterable[Tensor]) -> None:
-    """Give marked weights that lost their shadow gradients of their own dtype, until they get another shadow."""
+    """Let marked weights whose shadow was dropped have gradients of their own dtype, until there is another shadow."""
     for weight in weights:
         if id(weight) in _wishes():
             _set_grad_dtype(weight, weight.dtype)
 
 
 def widened(weights: Iterable[Tensor], how: tuple[str, ...] = ("step",)) -> list[Tensor]:
-    """Unmark weights marked ``how``, make their gradients FP32 again, and return them: their shadows are to go."""
+    """Unmark weights marked ``how``, and make their gradients FP32 again. The caller is to drop their shadows.
+
+    Returns them.
+    """
     wishes = _wishes()
     narrow = [weight for weight in weights if (wish := wishes.get(id(weight))) is not None and wish.how in how]
     for weight in narrow:

@@ -46,7 +46,8 @@ class Samples:
 
     Attributes:
         values: all rows, flat; replaced by a larger tensor when rows run out.
-        chosen: how often weights got other samples: a look that knows another count reads their addresses again.
+        chosen: a count, raised whenever a weight gets other samples: a look that saw another one reads the addresses
+            again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -112,8 +113,8 @@ class HostLook:
         rows = [entry.row for _, entry in pairs]
         self._rows = rows
         self._successive = rows == [*range(rows[0], rows[0] + len(rows))]
-        # The values that ``_noted`` is a view of.
-        self._of: Tensor | None = None
+        # The values that ``_noted`` is a view of, and ``_numbers`` are positions in.
+        self._noted_from: Tensor | None = None
         self._noted = self._numbers = torch.empty(0)
 
     def same(self) -> bool:
@@ -127,7 +128,8 @@ class HostLook:
             # As floats, so that -0.0 counts as zero: a pruning mask makes it of a negative number.
             samples = now.view(torch.float32)
             zeros = len(samples) - int(samples.count_nonzero())
-            # With fewer zeros in all no weight can be nearly all zeros; with as many as before, a search was in vain.
+            # Fewer zeros in all than nearly all of one weight's samples: no weight has so many. As many as at the last
+            # search: another would find the same.
             if zeros >= SAMPLES - _FEW and zeros != self._zeros:
                 self._zeros = zeros
                 few = samples.view(-1, SAMPLES).count_nonzero(1) <= _FEW
@@ -140,18 +142,19 @@ class HostLook:
 
     def _now_and_noted(self) -> tuple[Tensor, Tensor]:
         """Return the sampled elements as they are now, and as they were noted: a view if the rows are consecutive."""
-        # What is compared is set last: threads share a look.
+        # ``_chosen`` and ``_noted_from``, which are compared without a lock, are set after what they stand for: another
+        # thread must not find them new and the rest old.
         if self._chosen != (chosen := self._samples.chosen):
             self._places = places_of(chain.from_iterable(entry.samples for entry in self._entries))
             self._chosen = chosen
         values = self._samples.values
-        if self._of is not values:
+        if self._noted_from is not values:
             if self._successive:
                 self._noted = values[self._rows[0] * SAMPLES : (self._rows[-1] + 1) * SAMPLES]
             else:
                 rows = torch.tensor(self._rows, device="cpu").unsqueeze(1) * SAMPLES
                 self._numbers = (rows + torch.arange(SAMPLES, device="cpu")).view(-1)
-            self._of = values
+            self._noted_from = values
         noted = self._noted if self._successive else values.index_select(0, self._numbers)
         return words(self._places), noted
 

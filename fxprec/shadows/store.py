@@ -46,7 +46,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fxprec.host_reads import capturing
 from fxprec.kernels.launch.observers import ANY_MODE, SCRIPT, TRANSFORM, watcher
-from fxprec.shadows.entry import Entry, is_lasting, is_traced, stale
+from fxprec.shadows.entry import Entry, is_lasting, is_traced, stale_error
 from fxprec.shadows.low_gradients import refuse_ddp, widen, wish_for
 from fxprec.shadows.samples import Look, Samples, look_at, note, same, samples_of
 from fxprec.torch_internals import foreach_copy_, sharded_modules
@@ -129,7 +129,7 @@ class CachedRead:
         return self.versions
 
 
-#: Python references to a weight that only its own shadow keeps alive, as ``_living`` counts them: its list, the argument
+#: Python references to a weight that only its own shadow keeps alive, as ``_living`` counts them: its list, the call
 #: of ``getrefcount``, and one more: the entry's; or, of a weight with an edge, that which torch keeps to the Python
 #: object while C++ (here: AccumulateGrad) holds the tensor.
 _HELD_BY_SHADOW_ONLY = 3
@@ -569,7 +569,7 @@ class ShadowStore:
                 return
             found = [(weight, entry) for weight, entry in pairs if entry.is_stale(weight)]
         if found:
-            raise stale([weight for weight, _ in found], self.dtype, model)
+            raise stale_error([weight for weight, _ in found], self.dtype, model)
 
 
 def _manages_part_of(module: torch.nn.Module, sharded: list[torch.nn.Module]) -> bool:
