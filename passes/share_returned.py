@@ -55,20 +55,26 @@ def share_returned(gm: GraphModule, context: Context) -> PassResult:
     def may_share(views: list[Node]) -> bool:
         return len({recorded[node] for node in views}) == 1 and roots[views[0]] not in written
 
+    # Low value -> the FP32 node that stands for it among the results: its cast,
     returned_as = {source: wide for wide, source in casts.items()}
-    for wide in casts:  # readers of what is returned read it through a cast back (``keep_returned``)
+    # of a cast back, by which others read what is returned (``keep_returned``), what it casts,
+    for wide in casts:
         returned_as |= {user: wide for user in wide.users if notes(user).returns}
-    for wide in (_chain(value)[-1] for value in returned if value not in casts):  # views of a cast are returned
+    # a cast of which a view is returned already, as FP32,
+    for wide in (_chain(value)[-1] for value in returned if value not in casts):
         if notes(wide).inserted and (source := widened(wide)) is not None:
             returned_as.setdefault(source, wide)
+    # and a new cast, of a value that is not returned itself but by several views.
     for base in _common_bases(chains, returned_as):
         if all(may_share([wide, *chain]) for wide, chain in chains.items() if base in chain):
             returned_as[base] = new = cast_behind(base, recorded, "views of it are returned")
             recorded[new] = recorded[base]
     now: dict[Node, Node] = {}  # what became of a cast that others are views of
     for wide, chain in chains.items():
+        # The nearest of what it is a view of that is returned, too.
         above = next((number for number, node in enumerate(chain) if number and node in returned_as), None)
-        if above is not None and may_share([wide, *chain[:above], base := returned_as[chain[above]]]):
+        base = None if above is None else returned_as[chain[above]]
+        if base is not None and may_share([wide, *chain[:above], base]):
             now[wide] = _view_of(now.get(base, base), chain[:above][::-1], wide)
     return PassResult(gm, bool(now))
 
@@ -116,7 +122,7 @@ def are_apart(one: Node, other: Node) -> bool:
 
 def _ends_before(one: int | slice, other: int | slice) -> bool:
     """Return whether all places of the one come before those of the other, as far as numbers from one end tell."""
-    stop = one.stop if isinstance(one, slice) else one + 1 or None
+    stop = one.stop if isinstance(one, slice) else one + 1 or None  # -1 ends at the end, which a slice writes as None
     start = (other.start or 0) if isinstance(other, slice) else other
     return type(stop) is int and type(start) is int and (stop < 0) is (start < 0) and stop <= start
 
@@ -134,7 +140,9 @@ def _viewed(node: Node) -> Node | None:
 def _view_of(base: Node, views: list[Node], wide: Node) -> Node:
     """Put views of ``base`` in the place of the cast ``wide`` of the last of ``views``; return the last of them."""
     graph = wide.graph
-    # Only a base that is still a cast can stand too late; one that became a view stands where its cast stood.
+    # The views are made where ``wide`` stands, so a base behind that moves up to what it casts. One that has become a
+    # view itself needs none: it stands where its cast stood, which was in the order of the results, as ``wide`` is, or
+    # right behind its low value (``keep_returned``), of which that of ``wide`` is a view.
     if wide < base:
         base.all_input_nodes[0].append(base)
     read = tensors_of(views[0])[0]

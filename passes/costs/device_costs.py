@@ -179,7 +179,8 @@ class DeviceCosts:
         torch: the version that was measured.
 
     Raises:
-        ValueError: a dtype lacks a kind of work that FP32 has.
+        ValueError: there are no curves of FP32, or a dtype lacks a kind of work that must be there (all but those of
+            ``_MAY_BE_ABSENT``, and casts of FP32).
     """
 
     device: str

@@ -29,11 +29,13 @@ from fxprec.passes.ops.equations import equation_of
 from fxprec.passes.ops.rule import Cost
 from fxprec.passes.ops.table import facts_at
 
-#: Of an element: a cast reads four and writes two, or the reverse.
+#: Bytes that a cast moves for an element: it reads four and writes two, or the reverse.
 CAST_BYTES: Final = 6
 _CAST_CALL: Final = 16384  # bytes that move in the time one more call takes: of equal bytes, fewer casts are cheaper
 _FP32_TRAFFIC: Final = 1 / 64  # of a cast's bytes: it breaks ties
-_FUSED_TRAFFIC: Final = 2 / 3  # where kernels cast for nothing, what FP32 costs is the bytes it is wider: two each way
+#: Where kernels cast at no cost, what FP32 costs is the bytes by which it is wider: two written and two read, of the
+#: six bytes that a cast moves.
+_FUSED_TRAFFIC: Final = 2 / 3
 
 
 class ByteCosts:
@@ -76,7 +78,7 @@ def elements(node: Node) -> int | None:
 
 #: Input channels a group from which on a convolution is a matrix product, and not a sum over a few.
 _THIN: Final = 8
-#: A shadow's part of the multi-tensor copy that refreshes all of them, beside a cast of its own, where both are small.
+#: Time of a small shadow in the multi-tensor copy that refreshes all of them, as a share of that of a cast by itself.
 _REFRESH_CALL: Final = 0.2
 
 Shape = tuple[int, ...]
@@ -155,7 +157,7 @@ class OpCosts:
 
     def cast(self, node: Node) -> float:
         """Return the cost of casting a value to the other dtype at every call; for a parameter, that of its shadow."""
-        count = _elements(node)
+        count = _elements_or_captured(node)
         if node.op == "get_attr" and notes(node).kind == "parameter":
             return self._shadow(node, count or 1)
         if self._fused and is_row_operation(node):
@@ -168,10 +170,10 @@ class OpCosts:
 
     def stream(self, node: Node, dtype: torch.dtype) -> float:
         """Return the cost of an op that is not LOW writing this dtype; 0 for views, and for unknown sizes."""
-        count = _elements(node)
+        count = _elements_or_captured(node)
         if count is None or facts_at(node).view:
             return 0.0
-        return self._seconds(Work.POINTWISE, dtype, count) * (1 + self._flows(node))
+        return self._picoseconds_of(Work.POINTWISE, dtype, count) * (1 + self._flows(node))
 
     def _flows(self, node: Node) -> bool:
         return node in self._differentiable
@@ -184,9 +186,9 @@ class OpCosts:
         return alone - call + round(call * _REFRESH_CALL) + alone * self._flows(node)
 
     def _cast_of(self, count: int) -> int:
-        return self._seconds(Work.CAST, self.low, count)
+        return self._picoseconds_of(Work.CAST, self.low, count)
 
-    def _seconds(self, work: Work, dtype: torch.dtype, amount: float) -> int:
+    def _picoseconds_of(self, work: Work, dtype: torch.dtype, amount: float) -> int:
         return _picoseconds(self.costs.seconds(work, dtype, amount))
 
     def _price(self, what: str, seconds: Callable[[torch.dtype], float]) -> Price:
@@ -285,7 +287,8 @@ def _value(node: Node) -> Any:
     return node.meta.get("val", node.meta.get("example_value"))
 
 
-def _elements(node: Node) -> int | None:
+def _elements_or_captured(node: Node) -> int | None:
+    """Return ``elements``; where no pass has noted them, those of the fake value that was captured."""
     known = elements(node)
     count = numel_of(_value(node)) if known is None else known
     return count if isinstance(count, int) else None

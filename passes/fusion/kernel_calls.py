@@ -32,8 +32,8 @@ On a CPU, before and after::
 
 All are calls of ``fxprec.kernels.calls``, which decide at run time whether a kernel serves, and run torch's ops
 otherwise. Which of the norms, losses and poolings are called goes by what fused regions run as: all where they are
-Triton's kernels; losses and max poolings where they are C++ loops; and where there are no regions only a loss whose
-logits were cast, since of many logits it makes no FP32 copies.
+Triton's kernels; losses and max poolings where they are C++ loops; where there are no regions only a loss whose logits
+were cast, since of many logits it makes no FP32 copies; and none where regions run as torch's ops.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class _Call:
         function: of ``kernels.calls``.
         last: the last of the nodes, which becomes the call.
         arguments: by name, the input first.
-        reads: the input of the op as it was, where the call reads what that was cast from.
+        skipped_cast: the op's input, where that is a cast of ours that the call reads past: it goes if it has no other
+            reader. None: the call reads the op's own input.
         low: whether the call puts out the dtype that it reads, so that the casts behind it go.
         fused: for the report: which kernel it is, and what it holds.
     """
@@ -96,7 +97,7 @@ class _Call:
     last: Node
     arguments: Mapping[str, Any]
     fused: str
-    reads: Node | None = None
+    skipped_cast: Node | None = None
     low: bool = False
 
 
@@ -114,9 +115,9 @@ def _joined(
         if notes(node).op.in_place or around.is_written(node):
             return None
         arguments = _arguments(node)
-        wide = source = (arguments or {}).get("input")
-        if _is_inserted_cast(wide) and wide not in around.returned:
-            source = wide.args[0]  # type: ignore[union-attr]
+        given = source = (arguments or {}).get("input")
+        if _is_inserted_cast(given) and given not in around.returned:
+            source = given.args[0]  # type: ignore[union-attr]
         elif casts_only:
             return None
         if arguments is None:
@@ -178,15 +179,15 @@ def _batch_norm(node: Node, arguments: dict[str, Any], source: Node, around: Who
 
 def _group_norm(node: Node, arguments: dict[str, Any], source: Node, around: WholeGraph) -> _Call | None:
     """Match a group norm between casts, with SiLU before the second; elsewhere its result is wanted in FP32."""
-    wide, silu = arguments.pop("input"), _only_user(node, "silu")
+    given, silu = arguments.pop("input"), _only_user(node, "silu")
     last, low = silu or node, notes(source).precision.output
-    if source is wide or low not in LOW_DTYPES or not last.users:
+    if source is given or low not in LOW_DTYPES or not last.users:
         return None
     if not all(_is_inserted_cast(each) and each.args[1] is low for each in last.users):
         return None
     own = {"x": source, **arguments, "silu": silu is not None}
     fused = "the kernel of group_norm" + (" and silu" if silu is not None else "")
-    return _Call(group_norm, last, own, fused, reads=wide, low=True)
+    return _Call(group_norm, last, own, fused, skipped_cast=given, low=True)
 
 
 def _cross_entropy(node: Node, arguments: dict[str, Any], source: Node, around: WholeGraph) -> _Call | None:
@@ -198,11 +199,11 @@ def _cross_entropy(node: Node, arguments: dict[str, Any], source: Node, around: 
     if not isinstance(logits, Node) or notes(node).precision.output not in (None, torch.float32):
         return None
     own = arguments | {"input": source}
-    reads = None if source is logits else logits
+    skipped_cast = None if source is logits else logits
     if around.context.regions == "loops":
         why = f"cross_entropy by a compiled loop from {FEWEST_LOGITS[0]:,} logits on"
-        return _Call(cross_entropy, node, own | {"compiled": True}, why, reads)
-    return _Call(cross_entropy, node, own, "the kernel of cross_entropy", reads)
+        return _Call(cross_entropy, node, own | {"compiled": True}, why, skipped_cast)
+    return _Call(cross_entropy, node, own, "the kernel of cross_entropy", skipped_cast)
 
 
 def _max_pool2d(node: Node, arguments: dict[str, Any], source: Node, around: WholeGraph) -> _Call | None:
@@ -227,30 +228,34 @@ _ON_A_GPU: Final = f", on a GPU from {FEWEST:,} elements on"
 
 def _make(first: Node, call: _Call) -> None:
     """Make the last node of a match the call, in the place of everything from the first on."""
-    last, (x, *rest) = call.last, call.arguments.items()
+    last, ((_, source), *rest) = call.last, call.arguments.items()
+    # From the last node back to the first. A match has at most three (norm, add, relu), so that each node between reads
+    # the first.
     chain = [last]
     while chain[-1] is not first:
         chain.append(next(s for s in chain[-1].all_input_nodes if s is first or first in s.all_input_nodes))
     decided, op = notes(first).precision, notes(first).op
-    last.op, last.target, last.args, last.kwargs = "call_function", call.function, (x[1],), dict(rest)
+    last.op, last.target, last.args, last.kwargs = "call_function", call.function, (source,), dict(rest)
     compute, output, why = decided.compute, decided.output, decided.why
     if last is not first:
         why = f"{why}; with what follows in one kernel"
         for node in chain[1:]:
             last.graph.erase_node(node)
-    if call.reads is not None:
-        reads = notes(x[1]).precision.output
+    if call.skipped_cast is not None:
+        reads = notes(source).precision.output
         compute = torch.float32
         if call.low:
             output, why = reads, f"{decided.why}; its kernel reads and writes {reads} and computes in FP32"
+            # All its readers are casts of its FP32 result to low, which it gives by itself now.
             for each in [*last.users]:
                 each.replace_all_uses_with(last)
                 last.graph.erase_node(each)
         else:
             output, why = torch.float32, f"{decided.why}; its kernel reads {reads} and computes in FP32"
-        if not call.reads.users:
-            last.graph.erase_node(call.reads)
-    if last is not first or call.reads is not None:
+        if not call.skipped_cast.users:
+            last.graph.erase_node(call.skipped_cast)
+    # Where only the function changed, what ``decide`` wrote of the op holds still.
+    if last is not first or call.skipped_cast is not None:
         notes(last).op = op
         notes(last).precision = Precision.arriving(compute, output, decided.rule, why)
     notes(last).fused = call.fused

@@ -93,7 +93,7 @@ def find_regions(
     graph: Graph,
     order: Mapping[Node, Sequence[Node]],
     takes: Callable[[Node], bool] = is_row_operation,
-    gains: Callable[[Region], bool] | None = None,
+    judge: Callable[[Region], bool] | None = None,
     returned: Collection[Node] = (),
 ) -> list[Region]:
     """Return the regions of a graph that save memory traffic, in the order of their first nodes.
@@ -101,11 +101,11 @@ def find_regions(
     Args:
         order: node -> nodes that must stay before it though it does not read them (``effects.order_of_effects``).
         takes: whether a node may be in a region.
-        gains: whether a region is to be one; None: as ``saves`` says.
+        judge: whether a region is to be one; None: as ``saves`` says.
         returned: what the graph returns while gradients are recorded: who reads such a value is not in its region,
             since the results of one kernel are not on each other's path of gradients.
     """
-    gains = gains or saves
+    judge = judge or saves
     # A row operation on memory that is written to has an order that no argument shows: it stays outside.
     roots, written = memory_of(graph)
     segment = segments(graph)
@@ -122,16 +122,17 @@ def find_regions(
         )
         if own is None:
             continue
-        # Regions of its level that it reads become one with it.
+        # The regions of its level that it reads become one with it: the largest takes the others in, whose members are
+        # told so. If they cannot all be one, the node starts a region of its own, one level up.
         parts = dict.fromkeys(region[s] for s in sources if s in region and level[s] == level[node])
         joined = _merged([*parts, own])
-        # It could join either of two regions, not both.
         if joined is None:
             level[node] += 1
-            joined = own
+            region[node] = own
+            continue
         region[node] = joined
         for part in parts:
-            if part is not joined and joined is not own:
+            if part is not joined:
                 region.update(dict.fromkeys(part.nodes, joined))
     # A node alone saves nothing, as a cast that another region reads: there it costs nothing.
     for node in reversed(graph.nodes):
@@ -140,7 +141,7 @@ def find_regions(
     found = dict.fromkeys(region[node] for node in graph.nodes if node in region)
     for each in found:
         each.nodes.sort()
-    return [part for each in found for part in _parts(each) if gains(part)]
+    return [part for each in found for part in _parts(each) if judge(part)]
 
 
 def _sink(node: Node, region: dict[Node, Region]) -> None:
@@ -223,9 +224,10 @@ def _sizes(value: Any) -> Shape | None:
 
 
 def _parts(region: Region) -> list[Region]:
-    """Return the region; or, where kernels cannot store all its outputs, what computes those, and the rest of it.
+    """Return the region or, where kernels cannot store all its outputs with its shape, the regions it is split into.
 
-    Both are convex as well: nothing that the first needs is in the second.
+    One has those outputs and all that they are computed from; as a region of its own it has a shape of its own. The
+    other has the rest. Both are convex as well: nothing that the first needs is in the second. Each is split again.
     """
     apart = {node for node in region.outputs if not _stored(node, region)}
     if not apart:
@@ -289,8 +291,8 @@ def grows_to(given: int, largest: int) -> int:
     """Return how large an input of ``given`` elements may grow before a region may reach ``sizes.FEWEST`` elements.
 
     Args:
-        largest: elements of the largest region, fewer than those. It may grow as the square of an input, as scores of
-            a sequence do.
+        largest: elements of the largest region, fewer than those. A region grows at most as the square of an input, as
+            the scores of a sequence do: hence the root.
     """
     return given * isqrt(sizes.FEWEST // max(1, largest))
 

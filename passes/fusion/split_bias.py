@@ -42,7 +42,7 @@ def split_biases(graph: Graph) -> list[SplitBias]:
     """Split every bias that may join a region."""
     found = []
     for node in [*graph.nodes]:
-        behind = facts_at(node).bias
+        behind = facts_at(node).bias  # dimensions behind that of the bias: 0 of a matrix product, those of an image
         if behind is None:
             continue
         bias, end = _bias(node), _end_of_views(node)
@@ -69,6 +69,7 @@ def _split(graph: Graph, product: Node, end: Node, bias: Node, behind: int) -> S
     # The sum reads the parameter itself: in the kernel it is FP32, and so is its gradient.
     parameter = bias.args[0] if bias.target in CASTS else bias
     assert isinstance(parameter, Node)
+    # For now of the bias itself: its cast and its view are made before the addition, which reads them then.
     with graph.inserting_after(end):
         added = graph.call_function(torch.add, (end, bias))
     with graph.inserting_before(added):
@@ -84,6 +85,7 @@ def _split(graph: Graph, product: Node, end: Node, bias: Node, behind: int) -> S
             name = f"{bias.name}_joined"
             parameter = graph.create_node("call_function", cast, (parameter, low), name=name)
             parameter.meta = _shaped(bias, (-1,) + (1,) * behind) | {
+                # As of each cast that a pass inserts: the original program has none, so its dtype is the one it gives.
                 "op": Op("to"), "inserted": True, "in_registers": True, "dtype": low,
                 "precision": Precision.arriving(low, low, Rule.KEEP, f"in the registers of what reads {product.name}"),
             }  # fmt: skip

@@ -26,10 +26,11 @@ def new_node(
 
 
 def set_arguments(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Assign a node's arguments; where there are none of a kind, it had none.
+    """Assign a node's arguments. It cannot take all of a kind away: an empty ``args`` or ``kwargs`` is not written.
 
-    Past ``Node.__setattr__``, which takes the node out of the tables by op and target and puts it back, though neither
-    changes.
+    ``Node.__setattr__`` takes the node out of the graph's tables by op and target and puts it back, though neither
+    changes. This goes past it, to the setters of the properties ``args`` and ``kwargs``, which update ``users``
+    (``tests/passes/graph/test_new_node.py`` holds that).
     """
     if args:
         object.__setattr__(node, "args", args)

@@ -38,7 +38,8 @@ class UnderAutocast(IntEnum):
     """Dtype that a value would have under torch.autocast, and how it came to have it.
 
     Only values that a weight or a float input went into are told apart, since only they have gradients. An op's result
-    is the highest of its operands, unless the op itself makes it low or FP32.
+    is the highest of its operands, unless the op itself makes it low or FP32; one that promotes is LOWERED only if all
+    its operands are.
     """
 
     #: Neither a weight nor a float input went into it.
@@ -52,7 +53,10 @@ class UnderAutocast(IntEnum):
 
 
 def values_under_autocast(graph: Graph, operands: Mapping[Node, Node], known: dict[Node, UnderAutocast]) -> None:
-    """Add each value of a graph to ``known``. ``operands``: placeholder of a called body -> what it is given."""
+    """Add each value of a graph to ``known``, which has those of its callers already.
+
+    ``operands``: placeholder of a called body -> what it is given.
+    """
     for node in graph.nodes:
         row = facts_at(node)
         sources = [
@@ -70,7 +74,7 @@ def values_under_autocast(graph: Graph, operands: Mapping[Node, Node], known: di
             found = UnderAutocast.WIDENED  # as earlier layers may have made it
         elif node in operands:
             found = known.get(operands[node], UnderAutocast.NOTHING)
-        elif low or isinstance(node.target, HigherOrderOperator):
+        elif low or isinstance(node.target, HigherOrderOperator):  # what a body gives may come from a product
             found = UnderAutocast.LOWERED
         elif wide:
             found = min(found, UnderAutocast.WIDENED)
@@ -111,7 +115,8 @@ class Site(NamedTuple):
     @property
     def is_as_in_table(self) -> bool:
         """True if the rule is that of the op table, and the policy says nothing else of the op."""
-        # Who decides otherwise (an override, a level, a look at the call) gives a reason of his own.
+        # By the reason, since whoever decides otherwise gives another: an override's begins with "override", a level's
+        # with "level", looks at the call have texts of their own, and rows of the user's are of ops without one here.
         return self.why == self.facts.why
 
     def has_mixed_kernel(self, context: Context) -> bool:
@@ -134,7 +139,10 @@ class Site(NamedTuple):
         return self.facts.lookup or base is UnderAutocast.TABLE or (activations and base is UnderAutocast.WIDENED)
 
     def accumulates_wide(self, context: Context, asked: torch.dtype | None) -> bool:
-        """Return whether the kernel takes a dtype to compute in, ours or the user's, so that it may read low."""
+        """Return whether the kernel takes a dtype to compute in, ours or the user's, so that it may read low.
+
+        ``asked``: the dtype that the call names (``x.sum(dtype=torch.float32)``); None: it names none.
+        """
         if self.dtype is not None or not context.native_mixed:
             return False
         if asked is None:  # float64 may arrive where nobody knows: a dtype would narrow it
@@ -171,6 +179,7 @@ def site_of(node: Node, context: Context) -> Site:
     elif isinstance(info, torch.dtype) and info.is_complex:
         rule, why = Rule.KEEP, "complex numbers are never touched"
     elif _takes_wide(node):
+        # Lowered, it would give a result of another dtype than its annotations say.
         rule, why = Rule.KEEP, "of its results that are used one is FP32 whatever arrives"
     # An override, or torch's registry, may name a dtype in place of a rule.
     dtype = None
@@ -187,7 +196,8 @@ def site_of(node: Node, context: Context) -> Site:
 def _rule_of_bits(node: Node, context: Context) -> Rule | torch.dtype:
     """Return the rule of ``x.view(torch.int32)``.
 
-    At O3 weights are low, and what was FP32 in the original program counts as low: all but casts that the user wrote.
+    Its argument keeps its original dtype. At O3 that is FP32 of a value that is annotated as low, since the annotations
+    have the weights as low already: unless a cast of the user's made it low.
     """
     source = base_of(node)
     if not context.policy.lowers_parameters or notes(source).dtype not in (context.low, UNKNOWN):
@@ -206,7 +216,7 @@ def _takes_wide(node: Node) -> bool:
 
 
 def base_of(node: Node) -> Node:
-    """Return the first argument of a call (of an einsum what follows its equation), or the node if that is no node."""
+    """Return the first argument of a call, of an einsum the first operand; where that is no node, the call itself."""
     first = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
     if isinstance(first, str):
         first = next((source for _, source in arg_nodes(node)), None)
@@ -258,6 +268,7 @@ def annotate(node: Node, rule: Rule, why: str, reads: torch.dtype | None, output
     if output is torch.float64:  # of float64, which nothing casts, whatever the rule
         compute = output
     arrival = reads or (Arrival.ORIGINAL if rule is Rule.KEEP else Arrival.AS_IT_ARRIVES)
+    # Parts, casts and copies take what arrives. But a getitem with ``reads`` is a lookup, and asks for it as ops do.
     part = facts_of(annotations.op.name).arrives and (reads is None or annotations.op.name != "getitem")
     if not node.all_input_nodes or annotations.as_written or part:
         arrival = Arrival.AS_IT_ARRIVES
