@@ -11,11 +11,15 @@ After::
     %exp = exp(%a)
     %b = copy_(%a, %exp)                  # copy_ converts; every alias of %a still sees the write
 
-``f(..., out=y)`` becomes ``write_out(y, f(...))`` in the same way. In-place ops that follow or promote (``relu_``,
-``add_``, ``x[i] = y``) stay: they run in whatever dtype their target has. Of views and in-place ops, ``f(input=x)``
-becomes ``f(x)``: who asks what shares memory looks at the first argument. ``x.type(h.type())`` becomes ``x.to(h)``, and
-``h.to(h.dtype)`` is ``h`` itself.
-``linear_cross_entropy`` becomes a product and a loss (``losses``).
+In-place ops that follow or promote (``relu_``, ``add_``, ``x[i] = y``) stay: they run in whatever dtype their target
+has. Besides, each of these is spelled in one way::
+
+    f(..., out=y)                  write_out(y, f(...))
+    x @= y                         x = x @ y
+    f(input=x)                     f(x), of views and in-place ops: ``ops.aliases`` looks at ``args[0]`` alone
+    x.type(h.type())               x.to(h)
+    h.to(h.dtype), h.type_as(h)    h
+    linear_cross_entropy(...)      a product and a loss (``losses``)
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from fxprec.passes.ops.table import facts_of
 
 @bodies_first
 def canonicalize(gm: GraphModule, context: Context) -> PassResult:
-    """Annotate ``meta["op"]``; resolve ``inplace=`` flags, in-place LOW/FULL ops and ``out=``."""
+    """Annotate ``meta["op"]``, and rewrite each node as the module says."""
     changed = False
     for node in list(gm.graph.nodes):
         if node.op not in ("call_function", "call_method"):
@@ -48,7 +52,7 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
             continue
         annotations = notes(node)
         annotations.op = op = Op(op.name, is_in_place(node, op))
-        if annotations.as_written:
+        if annotations.as_written:  # within an autocast of the user's, which nothing may change
             continue
         changed |= _first_by_position(node, op)
         if op.name == "to":
@@ -62,6 +66,7 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
             changed = True
         elif op.name == "linear_cross_entropy":
             changed |= split_head_loss(gm, node)
+    # Nobody may keep a copy of these from before a call: of a weight that is written no packed one (``pack``).
     for node in outside_writes(gm):
         notes(node).written = True
     return PassResult(gm, changed)

@@ -35,12 +35,13 @@ class Context:
         regions: fused regions that run as kernels ("triton", on a CPU "loops"), or whose ops run one by one ("aten");
             "": none.
         region_choices: (pattern of region names, whether to fuse them); the last match wins, without one: yes.
-        by_size: a region of few elements that no pattern names is left to torch's ops (``fusion/regions.py``).
+        by_size: a region of few elements that no pattern of ``region_choices`` names is left to torch's ops.
         costs: of the device: LOW ops stay FP32 where lowering them loses time. None: all are lowered.
         gradients: whether a backward pass is to be counted.
-        attention: another way than torch's kernel for low attention, and from how many FLOP on it is faster: a forward
-            alone, and with its backward. None: all is torch's.
-        loops: what torch's kernels and loops take, where regions run as loops. None: loops serve wherever they can.
+        attention: (way, FLOP, FLOP): another way than torch's kernel for low attention, from how many FLOP on a forward
+            alone is faster by it, and a forward with its backward. None: all is torch's.
+        loops: measured times of torch's kernels and of compiled loops, where regions run as loops: a region is left to
+            torch where its kernels take less. None: loops serve wherever they can.
         channels_last: convolutions on a CPU may have images whose channels are next to each other in memory.
         casts_fuse: casts are part of the kernels between matrix products, and cost nothing there.
     """

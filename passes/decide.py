@@ -32,9 +32,10 @@ O3    as O2; the policy turns FULL into LOW
 How the annotation reads for who inserts casts:
 
 - ``reads`` is a dtype: the float arguments on data ports (``OpRule.ports``) are wanted in it, the others in their
-  original dtype; where the kernel promotes by itself and ``reads`` is FP32, low arguments may stay.
-- ``reads`` is ``ORIGINAL``: every float argument is wanted in its original dtype. So says a KEEP op, and the output of
-  the whole graph of what it returns.
+  original dtype. Where the kernel promotes by itself and ``reads`` is FP32, low arguments stay low if another one with
+  dimensions is FP32.
+- ``reads`` is ``ORIGINAL``: every float argument is wanted in its original dtype. KEEP ops read so, and so does the
+  output node of the whole graph: that is how returned values get their original dtype back.
 - ``reads`` is ``AS_IT_ARRIVES``: nothing is cast. So say user casts ("to"), getitem, getattr and copy, and the output
   of a checkpointed region's body, which returns what it has.
 - ``output`` is what the kernel itself puts out. Where the node is the root of memory that is written later and has to
@@ -69,6 +70,8 @@ def decide(gm: GraphModule, context: Context) -> PassResult:
             graph_notes(gm).costs = f"{context.costs}, {counted}"
             graph_notes(gm).counts_backward = context.gradients
         declined = tuple(place_by_cut(walk, ops_kept_in_fp32(walk)))
+    # At O2 and O3 an input of unknown dtype counts as a low float. Where that could make an integer's result low, the
+    # input is marked: a call that gives an integer gets another graph, which knows.
     assumed = taken_for_floats(gm.graph, context.low) if context.policy.lowers_sources else set()
     for node in gm.graph.find_nodes(op="placeholder"):
         notes(node).taken_for_float = node in assumed

@@ -66,6 +66,7 @@ def fuse(gm: GraphModule, context: Context) -> PassResult:
     # A reader of a value that is returned with a gradient stays out of that value's region: between two results of one
     # kernel there is no path of gradients.
     returned = exposed_with_gradient(graph, context.gradients) if triton or loops else ()
+    # Each bias becomes an addition of its own for now; ``_settle`` puts back those that join no region.
     splits = split_biases(graph) if triton else []
     order = order_of_effects(graph)
     suits = functools.partial(suits_loops, prices=context.loops)
@@ -128,7 +129,7 @@ def _chosen(gm: GraphModule, names: Mapping[Region, str], context: Context) -> t
             declined.append(f"{name}: {why}; fuse=True fuses it, or its name with True")
         else:
             chosen.append(region)
-            if by_size and elements is None and sizes.FEWEST:
+            if by_size and elements is None and sizes.FEWEST:  # 0: no region is left for its size
                 graph_notes(gm).wants_sizes = True
     if left:
         graph_notes(gm).largest_left = max(left)
@@ -136,7 +137,10 @@ def _chosen(gm: GraphModule, names: Mapping[Region, str], context: Context) -> t
 
 
 def _settle(graph: Graph, splits: list[SplitBias], found: list[Region], chosen: list[Region]) -> list[Region]:
-    """Put back the biases that joined no region, and return the regions that are left."""
+    """Put back the biases that joined no region, and return the chosen regions that are worth a kernel without them.
+
+    What was put back is gone from all regions that were found, since those that are not chosen are asked for, too.
+    """
     home = {node: region for region in chosen for node in region.nodes}
     gone: set[Node] = set()
     for split in splits:
@@ -188,6 +192,7 @@ def _graph_module(name: str, region: Region, inputs: Sequence[Node], outputs: Se
         }
     for node in region.nodes:
         values[node] = graph.node_copy(node, values.__getitem__)
+        # For reports: whether the kernel writes the value, or it never leaves the registers.
         values[node].meta |= {"in_region": "stored" if node in outputs else "kept", "region": name}
     end = graph.output(tuple(values[node] for node in outputs))
     notes(end).precision = Precision.arriving(None, None, Rule.FOLLOW, "read by the graph around")

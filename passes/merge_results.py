@@ -46,13 +46,15 @@ def _place(node: Node, op: str) -> tuple[Node, int | str] | None:
     dtypes = notes(source).dtype
     if not isinstance(dtypes, tuple):
         return None
+    # ``found.values`` is ``found[0]`` of an op. Of what is no op, a named tuple may have such a field elsewhere.
     if isinstance(place, str) and notes(source).op is not NO_OP:
         place = RESULT_FIELDS.get(place, place)
-    if isinstance(place, int) and place < 0 and len(dtypes) > 1:  # of one: nobody may know how many there are
+    # One dtype may stand for a list of unknown length (``propagate``), of which nobody knows what -1 is.
+    if isinstance(place, int) and place < 0 and len(dtypes) > 1:
         place += len(dtypes)
     return source, place  # type: ignore[return-value]
 
 
 def _may_change(source: Node) -> bool:
-    """Return whether somebody may put another tensor at a place: an op gives a list now and then."""
+    """Return whether the results may be a list that is written to (``found[0] = x``, ``found.append(x)``)."""
     return any(notes(user).op.in_place or user.op == "call_method" for user in source.users)

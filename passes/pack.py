@@ -55,7 +55,7 @@ from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.grad_mode import ever_records
 from fxprec.passes.insert_casts import actual_dtype
 from fxprec.passes.ops.aliases import alias_roots, written_by
-from fxprec.passes.ops.formats import taken_over, writes_across
+from fxprec.passes.ops.formats import first_lost_write, values_in_channels_last
 from fxprec.passes.ops.rule import Epilogue
 from fxprec.passes.ops.table import facts_at
 
@@ -78,7 +78,8 @@ class Packing:
         norm: likewise of the convolution's bias and of the batch norm's mean, variance, weight and bias, each None
             where there is none; None: no batch norm.
         eps: the batch norm's.
-        same_bias: the bias that comes out has that dtype as well: the kernel that adds another operand takes no other.
+        same_bias: whether the bias that comes out is in ``dtype`` rather than FP32: the kernel that adds another
+            operand (``packed_conv_plus``) takes no other.
     """
 
     weight: str
@@ -267,7 +268,7 @@ class _Packer:
                 self.declined.append(f"{node.name}: {found}")
         convolutions = {product.node for product in self.products if product.conv is not None}
         # Packed convolutions give channels last, which a reader gets as a copy: a write to that would be lost.
-        writer = writes_across(self._graph, taken_over(self._graph, convolutions, through_views=True))
+        writer = first_lost_write(self._graph, values_in_channels_last(self._graph, convolutions, through_views=True))
         # Linears leave everything as it lies.
         if writer is not None:
             self.declined.append(f"{writer.name}: writes to what would be a copy with packed convolutions")
@@ -304,6 +305,7 @@ class _Packer:
         # A graph call may hold more than the op of its name, such as the relu behind a norm.
         if not is_op_of_torch(readers[0].target):
             return None
+        # As an argument by itself, or once in a list that comes first.
         return readers[0] if [*arg_nodes(readers[0])].count((0, node)) == 1 or node in readers[0].args else None
 
     def _other_operand(self, product: Product, user: Node, how: str) -> Node | None:
@@ -421,7 +423,9 @@ class _Packer:
             if node in weights:
                 x = node.args[0]
                 assert isinstance(x, Node)
-                origins[node] = (*origins.get(x, (x, x))[:1], weights[node])
+                # In a chain of convolutions the input of the first, and the weight of the last.
+                first = origins[x][0] if x in origins else x
+                origins[node] = (first, weights[node])
                 continue
             facts = facts_at(node)
             takes_any = facts.any_format or facts.cost == "product" or node.target in CASTS or node.target in _LINEARS
@@ -434,9 +438,9 @@ class _Packer:
                 origins[node] = origins[sources[0]]
 
     def _write_over(self) -> None:
-        """Let a sum overwrite its other operand, where a packed convolution made that for packed convolutions alone.
+        """Let a sum overwrite its other operand, where that has no use any more.
 
-        All of these have run by then, this one included.
+        A packed convolution made it, and only packed convolutions read it, none of which comes later than this one.
         """
         convolutions = (packed_conv, packed_conv_plus)
         # What has run by the time that a node runs.

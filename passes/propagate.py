@@ -55,7 +55,7 @@ from fxprec.passes.graph.subgraphs import attributes_in, body_of
 from fxprec.passes.ops.table import OVERLOAD_RESULTS, facts_at, facts_of, rule_of
 from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, schema_of
 
-#: Kinds of float results that stay as wide whatever arrives.
+#: Kinds of results (``OpRule.result``) that are FP32 also where the operands become low.
 _WIDE: Final = frozenset({"wide", "float32"})
 
 #: Higher-order ops whose bodies compute something else than the result.
@@ -128,13 +128,15 @@ class _Walk:
         op, operands = annotations.op, self._operands(node)
         if op is NO_OP:
             return self._opless(node, operands)
-        # The first that knows wins: a write, what capture saw, the call's own dtype=, a special case, the row.
+        # The first that knows wins: a write, what capture saw (``names_tensors_dtype``: a low dtype that stands for
+        # FP32), the call's own dtype=, a special case, the row.
         if op.in_place:
             return NON_TENSOR if op.name == "setitem" else first(operands)
         if annotations.names_tensors_dtype:
             return torch.float32
         row = rule_of(op.name)
         dtype = self.facts.requested(node)
+        # Not so of an op that gives no tensor, or takes what arrives: ``getitem`` and ``to`` have special cases.
         if dtype is not None and (row is None or (row.result != "none" and not row.arrives)):
             return dtype
         if row is not None and row.special is not None:
@@ -148,7 +150,8 @@ class _Walk:
         kind: str | tuple[str, ...] = row.result
         if (overload := _overload(node.target)) is not None:
             kind = _overload_kind(overload, kind)
-        operands = Operands(operands.tensors, operands.numbers, row.rule is Rule.LOW)
+        # A product takes operands of one dtype, so that one that is unknown has that of the others.
+        operands = Operands(operands.tensors, operands.numbers, equal=row.rule is Rule.LOW)
         if isinstance(kind, tuple):
             if wide := frozenset(port for port, each in enumerate(kind) if each in _WIDE):
                 annotations.wide = wide
@@ -223,12 +226,13 @@ def _gives_sparse(node: Node) -> bool:
     tensors = [source.sparse for source in sources if source.dtype is not NON_TENSOR]
     if not any(tensors) or notes(node).dtype is NON_TENSOR:
         return False
+    # Sparse with dense gives dense of a mixed op; so it does, for all we know, of an unknown one.
     mixed = facts.layout == "mixed" or rule_of(notes(node).op.name) is None
     return all(tensors) if mixed else True
 
 
 def _is_index(node: Node) -> bool:
-    """Return whether somebody can take the value as an index only."""
+    """Return whether a reader takes the value, or a view of it, where only integers may stand: then it is int64."""
     for user in node.users:
         row = facts_at(user)
         ports = (0, "input", "tensor") if user.target in _LOOKUPS else row.indices

@@ -2,9 +2,9 @@
 
 The last one, ``verify``, checks the result. A compiler's developer wants to know *which* pass broke it: with the
 environment variable ``FXPREC_VERIFY_EACH=1``, under which the tests run, the result of each pass is checked too, by
-torch.fx's lint and by the invariants. That costs a tenth of a conversion, and names the pass. One that says it changed
-nothing is then held to the annotations that it sets up itself; the end looks at everything, so that one which was wrong
-about that is found out too.
+torch.fx's lint and by the invariants. That costs a tenth of a conversion, and names the pass. After a pass that reports
+no change only its own invariants are checked, to save time. If it changed something all the same, the full check at the
+end finds that.
 
 torch.fx's own PassManager checks the input of a pass and never lints: hence this small one.
 """
@@ -89,7 +89,7 @@ def run_passes(gm: GraphModule, context: Context, passes: Sequence[Pass] = PIPEL
         started = time.perf_counter()
         try:
             gm, changed, refused = step(gm, context)
-        # What is told already, warnings that the user made errors, and what no pass is to blame for.
+        # Raised as they are: our own errors, warnings that the user made errors, and a lack of memory.
         except (FxprecError, Warning, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:

@@ -43,9 +43,10 @@ OF_GRAPH: Final = frozenset({"_graph", "_code", "_lineno_map", "_prologue_start"
 
 
 def numpy_call(target: object) -> str | None:
-    """Return the name of what dynamo writes for a call of NumPy's: what it wraps, "attribute" of an attribute.
+    """Return the function of NumPy's that a node of dynamo's wraps; None: it is no such node.
 
-    NumPy is traced into ops of torch inside of the wrapper, of which the graph tells nothing.
+    Where it reads an attribute of an array that is "attribute". NumPy is traced into ops of torch inside of the
+    wrapper, of which the graph tells nothing.
     """
     kind = target if isinstance(target, FunctionType) else type(target)
     if kind.__module__ != "torch._dynamo.utils" or not kind.__name__.startswith("numpy_"):

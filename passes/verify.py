@@ -1,6 +1,6 @@
 """Check the invariants of a rewritten graph, at the end of the pipeline or after each pass (``runner``).
 
-After each pass those count that it and the passes before it establish.
+Each invariant names the pass from which on it holds. After a pass its own and those of the passes before are checked.
 
 What the annotations say of results is judged by torch in the end: the graph is run once on fake tensors, which know
 nothing of the op table, of rules or of the passes.
@@ -118,6 +118,7 @@ def _full_in_fp32(gm: GraphModule, context: Context) -> Iterator[Violation]:
         if precision.compute not in (torch.float32, torch.float64, None):
             yield Violation(node.name, f"computes in {dtype_name(precision.compute)}", "computes in float32")
         elif precision.reads in LOW_DTYPES:
+            # The kernel reads low and computes in FP32 inside: by itself on this device, or as ``dtype=`` asks it to.
             served = row is not None and (context.device in row.mixed or node.kwargs.get("dtype") is not None)
             if not served:
                 yield Violation(node.name, f"reads {dtype_name(precision.reads)}", "a kernel with FP32 inside")
@@ -163,7 +164,8 @@ def _alike_in_an_epoch(gm: GraphModule, casts: dict[Node, tuple[object, ...]]) -
         if node in casts:
             source = node.all_input_nodes[0]
             key = (*casts[node], epoch.get(roots[source], 0))
-            # ``limit_readers`` makes further copies, and only then: each has as many readers as may share one.
+            # A second one is right if the first is full, that is, has as many readers as may share one
+            # (``limit_readers``).
             if key in seen and sum(uses(reader, seen[key]) for reader in seen[key].users) < READERS:
                 yield Violation(node.name, f"a second cast of {source.name}", "one per dtype and mutation epoch")
             seen[key] = node
@@ -173,7 +175,7 @@ INVARIANTS: Final = (
     Invariant("a node reads what stands before it in its graph", "verify", _in_order),
     Invariant("every value's original dtype is stated", "propagate", _dtypes_known),
     Invariant("every node has a precision, and only castable floats change", "decide", _decided),
-    # of the outputs that is their original dtype, unless keep_output_dtype says no
+    # The output node wants original dtypes, unless ``keep_output_dtype`` is off.
     Invariant("every float edge has the dtype its reader wants", "insert_casts", _edges),
     Invariant("non-float and float64 values are untouched", "insert_casts", _non_floats_untouched),
     Invariant("no cast is idle or made twice", "fold_casts", _least_casts),

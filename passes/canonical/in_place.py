@@ -59,7 +59,7 @@ def write_by_copy(gm: GraphModule, node: Node, op: Op) -> None:
         )
     target, args, kwargs = twin
     with gm.graph.inserting_before(node):
-        # Its backward reads the input, which copy_ overwrites: it gets a copy.
+        # The backward of the new op may read its input, which ``copy_`` overwrites: then it gets a copy of that.
         if not facts_of(op.name).overwritable:
             args = (gm.graph.call_method("clone", args[:1]), *args[1:])
             args[0].meta = {**node.meta, "op": Op("clone")}
@@ -102,7 +102,7 @@ def _finish(node: Node, value: Node, written: Node, op: Op) -> None:
 
 
 def out_of_place(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-    """Return target, args and kwargs of the call that makes a new tensor of what this one writes, or None."""
+    """Return target, args and kwargs of the out-of-place form of an in-place call (``add`` of ``add_``), or None."""
     args, kwargs = node.args, {key: value for key, value in node.kwargs.items() if key != "inplace"}
     position = facts_at(node).inplace
     if node.op == "call_method":

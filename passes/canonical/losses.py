@@ -14,9 +14,9 @@ After::
 
 The loss is the same function of ``x``: ``-t log s(x) - (1 - t) log(1 - s(x)) = max(x, 0) - t x + log(1 + e^-|x|)``.
 In FP32 the left side ends at 16.6, where ``s(x)`` is 1 and torch takes 100 for the infinite logarithm; the right one
-does not. An infinite ``x``, as a mask leaves it, would be NaN there: it becomes the number for which the right side is
-what torch says of the left one. Others who read the sigmoid keep it. It stays where it is returned as well, so that the
-loss has a gradient with respect to it, and where somebody writes to its memory.
+does not. An infinite ``x``, as a mask leaves it, would be NaN on the right: it becomes 100 or -100, for which the right
+side is what torch says of the left one. Others who read the sigmoid keep it. It stays where it is returned as well, so
+that the loss has a gradient with respect to it, and where somebody writes to its memory.
 
 ``split_head_loss``, which ``canonicalize`` calls, makes of torch's ``linear_cross_entropy`` a product and a loss, each
 with its own precision, as torch's reference does. Before, and after::
@@ -101,17 +101,15 @@ def _call_with_logits(loss: Node, chain: list[Node]) -> None:
         logits.meta.update({key: sigmoid.meta[key] for key in _HANDED_ON if key in sigmoid.meta})
         for view in views:
             logits = graph.node_copy(view, partial(_instead, logits))
+    # The logits stand first by position, however the probabilities were given.
     if loss.target is F.binary_cross_entropy:
-        loss.target, names = F.binary_cross_entropy_with_logits, ("input",)
+        loss.target, replaced = F.binary_cross_entropy_with_logits, "input"
         loss.args = (logits, *loss.args[1:])
-    else:  # aten has the weight of positives between the others
-        loss.target, names = (
-            torch.ops.aten.binary_cross_entropy_with_logits.default,
-            ("self", "target", "weight", "reduction"),
-        )
-        loss.kwargs = {**dict(zip(names, loss.args, strict=False)), **loss.kwargs}
-        loss.args = (logits,)
-    loss.kwargs = {name: value for name, value in loss.kwargs.items() if name != names[0]}
+    else:  # aten has the weight of positives between the others, which go by name
+        loss.target, replaced = torch.ops.aten.binary_cross_entropy_with_logits.default, "self"
+        named = dict(zip((replaced, "target", "weight", "reduction"), loss.args, strict=False))
+        loss.args, loss.kwargs = (logits,), {**named, **loss.kwargs}
+    loss.kwargs = {name: value for name, value in loss.kwargs.items() if name != replaced}
     annotations = notes(loss)
     annotations.op, annotations.instead_of = Op("binary_cross_entropy_with_logits"), INSTEAD
     for node in reversed(chain):

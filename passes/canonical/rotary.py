@@ -43,7 +43,11 @@ def recognize_rotary(gm: GraphModule, context: Context) -> PassResult:
 
 
 class _Rotary(NamedTuple):
-    """Rotary embedding: x, its tables and its ``half``, as ``rope`` takes them."""
+    """Rotary embedding: x, its tables and its ``half``, as ``rope`` takes them.
+
+    ``half``: how many columns the first half has, of which the second takes the rest; None: half of them, rounded up,
+    as ``chunk`` cuts; ``NEIGHBOURS``: the halves are the even columns and the odd ones.
+    """
 
     x: Node
     cos: Node
@@ -54,8 +58,9 @@ class _Rotary(NamedTuple):
 def _rotary(node: Node, around: WholeGraph) -> tuple[Any, ...] | None:
     """Match the sum of an embedding; return the arguments of ``rope``.
 
-    Those stay whose tensors are written to, which might be between product and sum; and whose result is another dtype
-    than x's was, as of float64 tables; where regions are loops also those with learned tables, which no loop serves.
+    Left alone are embeddings whose tensors the graph writes to, perhaps between product and sum; those whose result has
+    another dtype than x, as with float64 tables; and where regions are loops those with learned tables, which no loop
+    serves.
     """
     if not _is(node, "add") or len(node.args) != 2 or node.kwargs:
         return None

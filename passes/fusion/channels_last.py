@@ -16,9 +16,9 @@ After::
     %flatten: bfloat16 = flatten(%relu_first, 1)
 
 oneDNN multiplies channels, and brings an image that has rows of pixels into another order, and its result back, at each
-call. Whoever is not known to take either order (``OpRule.any_format``), and views, random draws and outputs read a copy
-as it was, so that only the order of sums differs. Weights are brought into order at each call in any case; where they
-have more elements than the images, nothing is gained.
+call. Readers that are not known to give the same in either order (``OpRule.any_format``), and views, random draws and
+outputs, get a copy in the original order, so that only the order of sums differs. Weights are brought into order at
+each call in any case; where they have more elements than the images, nothing is gained.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxprec.kernels.launch.graph_call import graph_call
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import NON_TENSOR, Op, Precision, Rule, argument, notes
-from fxprec.passes.ops.formats import taken_over, takes_over, writes_across
+from fxprec.passes.ops.formats import first_lost_write, passes_format_on, values_in_channels_last
 from fxprec.passes.ops.table import facts_of
 
 
@@ -75,8 +75,8 @@ def _lay_out(graph: Graph, low: torch.dtype) -> tuple[bool, tuple[str, ...]]:
     if images <= weights:
         return False, (f"{convolutions[0].name}: channels last do not pay, weights are larger than images",)
     # What runs between convolutions takes their layout over; copies stand at the borders only.
-    inside = {node for node in taken_over(graph, {*convolutions}) if len(_shape(node) or ()) == 4}
-    if (writer := writes_across(graph, inside)) is not None:
+    inside = {node for node in values_in_channels_last(graph, {*convolutions}) if len(_shape(node) or ()) == 4}
+    if (writer := first_lost_write(graph, inside)) is not None:
         return False, (f"{writer.name}: writes to what would be a copy with channels last",)
     for node in [*graph.nodes]:
         if node in inside:
@@ -104,17 +104,17 @@ def _is_convolution(node: Node, low: torch.dtype) -> bool:
 
 
 def _has_wrong_gradient(node: Node) -> bool:
-    """Return whether it has groups and a dilation: for bfloat16 filters torch 2.10 to 2.14 give memory as it was."""
+    """Return whether it has groups and a dilation: torch 2.10 to 2.14 leave bfloat16 gradients unwritten."""
     dilation, groups = argument(node, 5, "dilation", 1), argument(node, 6, "groups", 1)
     return groups != 1 and dilation not in (1, (1, 1), [1, 1])
 
 
 def _may_read_either(node: Node) -> bool:
-    """Return whether a reader gives no image, and the same for either order: a size, a mean over pixels."""
+    """Return whether a reader gives something without a layout, the same for either: a size, a mean over pixels."""
     if notes(node).op.name == "getattr":
         return argument(node, 1, "name") in ("shape", "ndim", "dtype", "device")
     shape = _shape(node)
-    return takes_over(node) and (notes(node).dtype is NON_TENSOR or (shape is not None and len(shape) != 4))
+    return passes_format_on(node) and (notes(node).dtype is NON_TENSOR or (shape is not None and len(shape) != 4))
 
 
 def _copy(graph: Graph, source: Node, last: bool) -> Node:

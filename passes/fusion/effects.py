@@ -53,7 +53,8 @@ def segments(graph: Graph) -> dict[Node, int]:
 def order_of_effects(graph: Graph) -> dict[Node, list[Node]]:
     """Map nodes to those that must stay before them though they do not read them.
 
-    Row operations have none: their dropouts draw seeds of their own.
+    Row operations need none. A dropout is one: fused, it draws seeds of its own; unfused, it stays where it was among
+    the other random draws unless it reads what moved (``sort``).
     """
     roots, written = memory_of(graph)
     # What touches written memory, or has effects, waits for the last node before it that did: so all are in a chain.

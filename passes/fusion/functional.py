@@ -65,7 +65,7 @@ def make_functional(gm: GraphModule, context: Context) -> PassResult:
 
 
 def _maker(writer: Node) -> Node:
-    """Return the node that made the memory which the first of several writes, each to the result before, writes to."""
+    """Return the node that made the memory that a node writes to: each write goes to the result of the one before."""
     target = writer
     while notes(target).op.in_place and isinstance(target.args[0], Node):
         target = target.args[0]
@@ -92,6 +92,7 @@ def _can_change(node: Node) -> bool:
     if not isinstance(source, Node) or actual_dtype(node) is not actual_dtype(source):
         return False
     for other in node.all_input_nodes:
+        # An integer takes the dtype of the float that it meets.
         converted = actual_dtype(source) is not None and notes(other).dtype in INTEGERS
         if actual_dtype(other) is not actual_dtype(source) and not converted:
             return False  # out of place it would promote

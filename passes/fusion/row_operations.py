@@ -22,14 +22,14 @@ from fxprec.passes.ops.table import facts_of
 #: Keyword arguments that may be there, and what they must be.
 _ALLOWED: Final = {"inplace": (False, True), "out": (None,), "rounding_mode": (None,)}
 _EXPONENTS: Final = frozenset({1.0, 2.0, 3.0, 4.0, -1.0, -2.0, -3.0, -4.0, 0.5, -0.5, 1.5})
-#: Of these a float takes its own dtype in an operation with them.
+#: Dtypes of operands that never change the dtype of a float that they meet.
 INTEGERS: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 #: Dtypes of tensors that kernels load.
 _LOADED: Final = CASTABLE | INTEGERS
-#: Integers that FP32, in which kernels compare, does not tell apart.
+#: Dtypes with integers that FP32, in which kernels compare, does not tell apart.
 _LONG: Final = frozenset({torch.int32, torch.int64})
-#: Numbers up to here it does.
-_COUNTED: Final = 2**24
+#: Integers up to here FP32 tells apart.
+_EXACT_IN_FP32: Final = 2**24
 
 
 def is_row_operation(node: Node) -> bool:
@@ -100,7 +100,7 @@ def _is_boolean(node: Node, op: Op) -> bool:
         # torch converts the others as well.
         return True
     long = sum(dtype in _LONG for dtype in sources)
-    return long < 2 and not (long and any(abs(number) >= _COUNTED for number in numbers))
+    return long < 2 and not (long and any(abs(number) >= _EXACT_IN_FP32 for number in numbers))
 
 
 def _reads_tensors(node: Node) -> bool:
@@ -115,8 +115,9 @@ def _is_plain_cast(node: Node) -> bool:
     source = node.args[0] if node.args else None
     if not isinstance(source, Node) or node.kwargs.keys() - {"dtype"}:
         return False
+    # A program hands over a weight's shadow in place of its cast, which is no work. The cast of a bias that is made in
+    # registers is.
     if source.op == "get_attr" and not notes(node).in_registers:
-        # A weight's shadow stands in its place.
         return False
     if not all(isinstance(each, torch.dtype) for each in node.args[1:]):
         return False
@@ -124,7 +125,7 @@ def _is_plain_cast(node: Node) -> bool:
 
 
 def _dropout(call: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> None:
-    """Return the arguments of dropout that a region knows."""
+    """Declare, as a signature that is never called, the arguments of a dropout that a region can hold."""
 
 
 def _binds(function: Any, node: Node) -> bool:

@@ -10,8 +10,8 @@ After::
     %a: bfloat16 = linear(%x, %w)
     %mean: float32 = mean(%a, -1, dtype=torch.float32)     # accumulates and puts out FP32, reads BF16
 
-Norms need no rewriting: batch, layer and group norm take low input beside FP32 weights as they are, and ``decide`` gave
-them free ports where the device has such a kernel.
+Norms need no rewriting: batch, layer and group norm take low input beside FP32 weights as they are, and ``decide`` lets
+their input be either dtype where the device has such a kernel.
 """
 
 from __future__ import annotations

@@ -59,17 +59,20 @@ def _odd_outputs(node: Node, around: WholeGraph) -> int | None:
 
 def _align(node: Node, outputs: int) -> None:
     node.target = aligned_linear
-    node.kwargs = {**node.kwargs, "apart": all(_takes_pitch(user, outputs) for user in node.users)}
+    node.kwargs = {**node.kwargs, "apart": all(_takes_padded_rows(user, outputs) for user in node.users)}
     notes(node).fused = f"a product of {-(-outputs // _VECTOR) * _VECTOR} outputs"
 
 
-def _takes_pitch(reader: Node, columns: int) -> bool:
-    """Return whether a reader gives the same for rows that lie apart; a view that cuts them would fail."""
+def _takes_padded_rows(reader: Node, columns: int) -> bool:
+    """Return whether a reader can take rows that lie ``apart``, with a stride above their length of ``columns``.
+
+    Casts, losses and regions can, and views of whole rows if their readers can. A view that cuts rows would fail.
+    """
     name = notes(reader).op.name
     if reader.target in CASTS or reader.target in (cross_entropy, F.cross_entropy) or name == "fused_region":
         return True
     if name == "flatten" or (name == "view" and columns in (reader.args[-1], _last(reader.args[-1]))):
-        return all(_takes_pitch(each, columns) for each in reader.users)
+        return all(_takes_padded_rows(each, columns) for each in reader.users)
     return False
 
 
@@ -78,7 +81,10 @@ def _last(sizes: Any) -> Any:
 
 
 def _cut(node: Node, around: WholeGraph) -> object | None:
-    """Match what cuts a tensor by the op of that name: the parts of ``unsafe_chunk`` may be written."""
+    """Match what cuts a tensor, by the op of that very name.
+
+    Not ``unsafe_chunk``, which has the same canonical op: its parts may be written to.
+    """
     return MATCH if node.args and getattr(node.target, "__name__", node.target) == notes(node).op.name else None
 
 

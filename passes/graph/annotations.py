@@ -130,7 +130,8 @@ class Annotations:
     #: What the program had instead of this call, in words.
     instead_of: Annotated[str, "take_logits"] = ""
     #: dtype of the value in the *original* FP32 program: a ``torch.dtype``, ``UNKNOWN`` (nobody can tell without
-    #: inputs), ``NON_TENSOR``, or a tuple of these. Capture states those of inputs that it knows.
+    #: inputs), ``NON_TENSOR``, or a tuple of these. Capture states those of inputs that it knows. Of a cast that a pass
+    #: makes, which that program has not: the dtype that it casts to.
     dtype: Annotated[DTypeInfo, "propagate"] = NON_TENSOR
     #: Elements of the value where shapes are known, else None (a tuple: of its elements).
     numel: Annotated[Any, "propagate"] = None
@@ -140,7 +141,8 @@ class Annotations:
     wide: Annotated[frozenset[int], "propagate"] = frozenset()
     #: Whether the value is, or may be, a sparse tensor. Capture states it of inputs.
     sparse: Annotated[bool, "propagate"] = False
-    #: Whether the value is known to be a 0-dim tensor; None: nobody asked yet.
+    #: Whether the value is known to be a 0-dim tensor; None: nobody asked yet. Of many values nobody knows: then this
+    #: and ``has_dimensions`` are both False.
     is_zero_dim: Annotated[bool | None, "propagate"] = None
     #: Whether it is known to be a tensor with dimensions, which promotes.
     has_dimensions: Annotated[bool, "propagate"] = False
@@ -149,7 +151,8 @@ class Annotations:
     #: The dtype to cast the value to right behind its op: of memory that is written later, or of a lookup, where all
     #: who read and write it want another dtype than the kernel puts out.
     stored_dtype: Annotated[torch.dtype | None, "decide", "insert_casts"] = None
-    #: Whether the call, which names the dtype of another tensor, is to name FP32.
+    #: Whether the call, which names the dtype of another tensor (``x.to(h.dtype)``), is to name FP32, as ``h`` is low
+    #: now and the value needs its digits. ``insert_casts`` writes it so.
     names_fp32: Annotated[bool, "decide"] = False
     #: Whether the node is a cast that a pass made.
     inserted: Annotated[bool, "insert_casts"] = False
@@ -255,7 +258,7 @@ def leaves(argument: Any) -> list[Any]:
     elif isinstance(argument, dict):
         argument = argument.values()
     elif isinstance(argument, range):
-        argument = tuple(argument[:1])  # a thousand integers are no more than one of them
+        argument = tuple(argument[:1])  # one integer stands for all: who asks for leaves asks of what kind they are
     return [*chain.from_iterable(map(leaves, argument))]
 
 

@@ -23,8 +23,8 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def cast_if_float(x: object, dtype: torch.dtype) -> object:
     """Do as ``cast`` where nobody knew what arrives: what is no FP32, FP16 or BF16 tensor passes untouched.
 
-    A tensor of that dtype is returned without a call of ``to``, which gives another object for a tensor that is left
-    over from a finished transform of ``torch.func``; the user asks for the gradient of this one.
+    A tensor of that dtype is returned without a call of ``to``. That would wrap a tensor which is left over from a
+    finished transform of ``torch.func`` in a new object, and the user asks for the gradient of the old one.
     """
     return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in CASTABLE and x.dtype != dtype else x
 
@@ -61,7 +61,7 @@ def cast_saturating(x: object, dtype: torch.dtype) -> object:
     if not isinstance(x, torch.Tensor) or x.dtype not in CASTABLE or x.dtype == dtype:
         return x
     plain = type(x) in PLAIN and x.device.type == "cpu"
-    if plain and runs_unseen():
+    if plain and runs_unseen():  # no tracer and no mode watches: the numbers may be looked at
         low = x.to(dtype)
         if not low.isinf().any():  # to look costs less than to choose, forward and backward
             return low
@@ -77,4 +77,5 @@ def write_out(out: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return out.copy_(value)
 
 
+#: Calls that only change a dtype. ``read_back`` is none: it chooses between two tensors.
 CASTS = frozenset({cast, cast_each, cast_for_caller, cast_if_float, cast_saturating})

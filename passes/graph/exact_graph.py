@@ -113,7 +113,7 @@ class ExactGraphModule(GraphModule):
         """Return a copy for torch.jit.script, which compiles the source of the forward, but no kernel of ours."""
         graph = copy.deepcopy(self.graph)
         for node in graph.nodes:
-            node.target = getattr(node.target, "torchs", node.target)
+            node.target = getattr(node.target, "torchs", node.target)  # of a graph call the op of torch's in its place
         return GraphModule(self, graph, type(self).__name__)
 
 
@@ -129,7 +129,7 @@ def make_exact(gm: GraphModule) -> None:
     if isinstance(gm, ExactGraphModule) and not isinstance(gm, LazyBase):
         return
     name = type(gm).__name__
-    # torch.fx gives each graph module a class of its own, which its code is written to.
+    # torch.fx gives each graph module a class of its own, which its code is written to: ``__new__`` makes one here.
     gm.__class__ = type(ExactGraphModule.__new__(ExactGraphModule))  # type: ignore[assignment]
     gm.__class__.__name__ = name
     gm.recompile()

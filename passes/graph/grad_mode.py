@@ -48,8 +48,8 @@ def ever_records(graph: Graph, at_first: bool) -> bool:
 def exposed_values(graph: Graph) -> list[Node]:
     """Return what the user sees of a graph, each once: what it returns, and tensors that get a hook of the user's.
 
-    Of an object that it makes last (a named tuple) it is what that is made of. A hook gets the gradient of the very
-    tensor, wherever in the graph it is registered.
+    If it returns an object that a call of a class makes (a named tuple), the arguments of that call are seen, too. A
+    hook gets the gradient of the very tensor, wherever in the graph it is registered.
     """
     found = dict.fromkeys(graph.output_node().all_input_nodes)
     for node in graph.nodes:

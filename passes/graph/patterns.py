@@ -54,7 +54,7 @@ class WholeGraph:
 
     @cached_property
     def returned(self) -> set[Node]:
-        """Values that are returned with a gradient: a rewrite goes on to read these, not what they were cast from."""
+        """Values that are returned with a gradient: a rewrite must keep reading these, not what they are a cast of."""
         return exposed_with_gradient(self.graph, self.context.gradients)
 
     @cached_property
@@ -82,7 +82,11 @@ class Pattern:
 
 
 def rewrite_matches(gm: GraphModule, context: Context, patterns: Sequence[Pattern]) -> PassResult:
-    """Rewrite every node that a pattern matches, in the order of the graph, each after the rewrites before it."""
+    """Rewrite every node that a pattern matches, in the order of the graph, each after the rewrites before it.
+
+    An op belongs to one pattern. Matches are listed before the first rewrite, so a rewrite may erase only nodes that no
+    pattern begins at.
+    """
     by_op = {op: pattern for pattern in patterns for op in pattern.ops}
     around = WholeGraph(gm.graph, context)
     changed, declined = False, list[str]()

@@ -24,7 +24,7 @@ def attribute_of(node: Node) -> Any:
 
 
 def attributes_in(gm: GraphModule) -> dict[Node, Any]:
-    """Map every get_attr node to what it fetches, as ``attribute_of`` says: weights of one module by one look."""
+    """Map every get_attr node to what it fetches, as ``attribute_of`` says; each module is looked up once."""
     found: dict[str, Any] = {"": gm}
 
     def fetch(path: str) -> Any:
@@ -80,7 +80,7 @@ def bodies_before(gm: GraphModule) -> list[GraphModule]:
 
 
 def bodies_behind(gm: GraphModule) -> Iterator[GraphModule]:
-    """Yield ``gm`` and the bodies below it, each behind its caller, which may have got it just now."""
+    """Yield ``gm`` and the bodies below it, each behind its caller: also one that a pass has just made there."""
     yield gm
     for body in _bodies(gm):
         yield from bodies_behind(body)

@@ -1,8 +1,8 @@
 """Recurrent ops whose products are low and whose state is FP32, as eager autocast runs them on a CPU.
 
 A state that is carried over hundreds of steps drifts where each step rounds it. Autocast's lists do not name these ops
-on a CPU: it lowers the products inside, and what a gate leaves of the state stays FP32. A kernel that takes one dtype
-for all (cuDNN's) gets it, as it does under autocast there.
+on a CPU: it lowers the products inside, while the state, which gates scale and add to, stays FP32. A kernel that takes
+one dtype for all (cuDNN's) gets it, as it does under autocast there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def lstm_cell(x: Any, *args: Any, state: torch.dtype, **kwargs: Any) -> Any:
 def _apart(
     op: Callable[..., Any], x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], state: torch.dtype
 ) -> Any:
-    """Call the op with its products apart from its state, or all in one dtype where one kernel does both."""
+    """Call the op: on a CPU under autocast, with the state in its dtype; elsewhere, where one kernel does all, in low.
+
+    The results have the dtype of the state.
+    """
     if x.device.type == "cpu":
         # Of packed sequences the sizes of the batch stand before the state.
         state_at = 1 if args and isinstance(args[0], torch.Tensor) and not args[0].is_floating_point() else 0

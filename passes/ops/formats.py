@@ -1,8 +1,9 @@
-"""Find values that take over channels_last from a convolution, and readers that may not see a copy in its place.
+"""Find values that take over channels_last from a convolution, and writes that a copy in their place would hide.
 
 Two passes let convolutions leave their channels next to each other in memory: ``fusion.channels_last`` and ``pack``.
-Whoever is not known to take either order then reads a copy. A copy is no alias: where somebody writes to memory of
-which one side has the value and the other a copy, ``writes_across`` finds the writer::
+A reader that is not known to compute the same in either order then gets a copy in the original one. A copy is no
+alias: where some nodes of one memory are in channels_last and others see a copy, a write on one side is lost on the
+other. ``first_lost_write`` finds it::
 
     %conv2d = conv2d(%x, %w)           # channels next to each other
     %copy = contiguous(%conv2d)
@@ -22,8 +23,8 @@ from fxprec.passes.ops.aliases import alias_roots, written_by
 from fxprec.passes.ops.table import facts_at
 
 
-def takes_over(node: Node) -> bool:
-    """Return whether an op's values are the same in either order, and its image has the order of its operands.
+def passes_format_on(node: Node) -> bool:
+    """Return whether an op computes the same in either memory order, and its result lies as its operands do.
 
     Not so views, some of which copy in one order and not in the other, and random draws, which follow the memory.
     """
@@ -31,11 +32,11 @@ def takes_over(node: Node) -> bool:
     return node.target in CASTS or (facts.any_format and not facts.view and not facts.random)
 
 
-def taken_over(graph: Graph, convolutions: Container[Node], through_views: bool = False) -> set[Node]:
-    """Return the convolutions, and the tensors that take over the order of their results.
+def values_in_channels_last(graph: Graph, convolutions: Container[Node], through_views: bool = False) -> set[Node]:
+    """Return the convolutions, and the values that take over the order of their results.
 
     Args:
-        through_views: also those behind a view of such a tensor; the view itself is none.
+        through_views: also those behind a view of such a value; the view itself is passed, but not returned.
     """
     inside: set[Node] = set()
     reached: set[Node] = set()
@@ -43,7 +44,7 @@ def taken_over(graph: Graph, convolutions: Container[Node], through_views: bool 
         if notes(node).dtype is NON_TENSOR:
             continue
         follows = any(source in reached for source in node.all_input_nodes)
-        if node in convolutions or (follows and takes_over(node)):
+        if node in convolutions or (follows and passes_format_on(node)):
             inside.add(node)
             reached.add(node)
         elif follows and through_views and facts_at(node).any_format:
@@ -51,8 +52,12 @@ def taken_over(graph: Graph, convolutions: Container[Node], through_views: bool 
     return inside
 
 
-def writes_across(graph: Graph, inside: Iterable[Node]) -> Node | None:
-    """Return the first node that writes to memory of which one side has a copy by then. None: nobody does."""
+def first_lost_write(graph: Graph, inside: Iterable[Node]) -> Node | None:
+    """Return the first node that writes to memory of which there are two copies by then; None where nobody does.
+
+    Args:
+        inside: values in channels_last. Nodes of one memory are inside or not, and one of the two kinds has a copy.
+    """
     inside, roots = {*inside}, alias_roots(graph)
     touched = {roots[node] for node in inside}
     sides: dict[Node, set[bool]] = {root: set() for root in touched}

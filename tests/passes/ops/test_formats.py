@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.fx import Graph
 
-from fxprec.passes.ops.formats import taken_over, writes_across
+from fxprec.passes.ops.formats import first_lost_write, values_in_channels_last
 from graph_text import graph_of
 
 CONV = """
@@ -17,7 +17,7 @@ CONV = """
 
 def inside(graph: Graph, through_views: bool = False) -> list[str]:
     convolutions = {node for node in graph.nodes if node.name == "y"}
-    return [node.name for node in graph.nodes if node in taken_over(graph, convolutions, through_views)]
+    return [node.name for node in graph.nodes if node in values_in_channels_last(graph, convolutions, through_views)]
 
 
 def test_what_takes_over_the_order():
@@ -53,5 +53,5 @@ def test_what_takes_over_the_order():
 def test_writes_that_a_copy_would_hide(text, writer):
     graph = graph_of(CONV + "\n".join(f"    {line.strip()}" for line in text.splitlines())).graph
     convolutions = {node for node in graph.nodes if node.name == "y"}
-    found = writes_across(graph, taken_over(graph, convolutions))
+    found = first_lost_write(graph, values_in_channels_last(graph, convolutions))
     assert (found and found.name) == writer
