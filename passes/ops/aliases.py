@@ -1,4 +1,4 @@
-"""Find nodes that may share memory, and who writes to it. A cast counts: it gives a tensor that already fits.
+"""Find nodes that may share memory, and who writes to it. A cast may: ``x.to(dtype)`` is ``x`` where it has that dtype.
 
 Nodes share memory through views and in-place writes, through the names of one weight, and where capture says so: what
 lies outside of the graph (inputs, parameters, buffers) and shares memory has one ``meta["memory"]``::
@@ -60,7 +60,7 @@ def alias_roots(graph: Graph, sources: Callable[[Node], Iterable[Node]] | None =
                 keys.append(("memory", memory))
             others = (*others, *[outside.setdefault(key, node) for key in keys])
         for other in others:
-            if other in parent:  # not so in a graph that is no graph of its own: a region's is looked at alone
+            if other in parent:  # the graph of a region names nodes of the graph around, which are not its own
                 first, second = sorted((root(other), root(node)))
                 parent[second] = first
     return {node: root(node) for node in parent}
@@ -86,12 +86,15 @@ def shared_sources(node: Node) -> Iterator[Node]:
     first = node.args[0]
     if isinstance(first, Node) and (facts.rule is not Rule.PROMOTE or op.in_place):
         yield first
-    else:  # broadcast_tensors(x, y), atleast_1d([x, y]): a view of each
+    else:  # a view of each: broadcast_tensors(x, y), as which views that promote are taken, and atleast_1d([x, y])
         yield from (source for port, source in arg_nodes(node) if port == 0 or not isinstance(first, tuple | list))
 
 
 def written_by(node: Node) -> Iterable[Node]:
-    """Return the arguments that a call writes to, as its name or schema tells, or whose very memory it is to have."""
+    """Return the arguments that a call writes to, as its name or schema tells.
+
+    Also those that no copy may stand in for (``OpRule.strides``), as if it wrote to them.
+    """
     return _written_by(node, notes(node).op) if node.op.startswith("call") else ()
 
 
@@ -99,7 +102,7 @@ def _written_by(node: Node, op: Op) -> Iterable[Node]:
     target = node.target
     facts = facts_of(op.name)
     if not (op.in_place or facts.strides or facts.writes):
-        if isinstance(target, (str, BuiltinFunctionType)):  # as most are: they have no body, and no schema
+        if isinstance(target, (str, BuiltinFunctionType)):  # most calls end here: they have no body, and no schema
             return ()
         if isinstance(target, FunctionType) and numpy_call(target) is None:
             return ()
@@ -129,7 +132,11 @@ def _written(node: Node, op: Op, facts: OpRule) -> Iterator[Node]:
 
 
 def _may_have_gaps(value: object) -> bool:
-    """Return whether a copy of a value may be laid out otherwise: of an input, a weight, or a part of something."""
+    """Return whether a copy of a value may be laid out otherwise, since the value's memory may have gaps.
+
+    Walks up through views of all elements. True at an input or a weight, a part, or an expanded view; False at an op
+    that makes a dense tensor of its own.
+    """
     while isinstance(value, Node) and (facts := facts_of(notes(value).op.name)).view:
         source = value.args[0]
         if isinstance(source, Node) and source.op == "call_function" and isinstance(notes(source).dtype, tuple):

@@ -39,6 +39,7 @@ def registered(op_name: str) -> Any:
 
 
 def _closure(function: Any) -> dict[str, object]:
+    """Return the variables that a Python function closes over, by name."""
     if function is None or not function.__closure__:
         return {}
     return dict(zip(function.__code__.co_freevars, (c.cell_contents for c in function.__closure__), strict=True))

@@ -4,7 +4,7 @@
 "ij,jk->ik"   ``Form.CONTRACTION``: a product and a sum    j stands in two operands
 "i,j->ij"     ``Form.PRODUCT``: elementwise                no index is missing in the result
 "ij->i"       ``Form.SUM``                                 j stands in one operand only
-"ii->i"       ``Form.VIEW``: a diagonal, a permutation     as a product, of one operand
+"ii->i"       ``Form.VIEW``: a diagonal, a permutation     nothing is summed, of one operand
 ============  ===========================================  ==================================
 
 Every way to write it is read: blanks, an ellipsis, a result left out, repeated indices, and lists of numbers
@@ -64,6 +64,7 @@ def equation_of(node: Node) -> Equation | None:
     text = node.args[0] if node.args else node.kwargs.get("equation")
     if isinstance(text, str):
         return _parse(text)
+    # Operands and their lists in turn; of an odd number of arguments the last is the list of the result.
     *pairs, last = node.args if len(node.args) % 2 else (*node.args, None)
     lists = pairs[1::2]
     if not lists or not all(isinstance(each, tuple | list) for each in (*lists, last or ())):

@@ -38,7 +38,7 @@ from fxprec.passes.torch_internals import (
 #: Functions that several names reach with different meanings, or whose own name says nothing.
 _EXPLICIT: Final[tuple[tuple[Any, str], ...]] = (
     (F.fold, "fold"),
-    (F.unfold, "im2col"),
+    (F.unfold, "im2col"),  # Tensor.unfold is another op
     (builtins.getattr, "getattr"),
     (operator.index, "item"),
     (torch.adaptive_max_pool1d, "adaptive_max_pool1d_with_indices"),
@@ -112,6 +112,7 @@ def may_give_itself(node: Node) -> bool:
     facts = facts_of(notes(node).op.name)
     if notes(node).op.name == "getattr":
         return node.args[1:] == ("real",)
+    # A call that names a dtype, or a tensor that has one (``h.to(x)``), may convert.
     if not facts.itself or len(tensors_of(node)) != 1 or cast_target(node) is not None:
         return False
     if any(each.args[1:] == ("dtype",) for each in node.all_input_nodes):  # h.to(x.dtype)
@@ -143,7 +144,7 @@ def canonical_op(node: Node) -> Op | None:
         equation = equation_of(node)
         return op if equation is None else Op(_EINSUMS.get(equation.form, op.name))
     if op.name == "div" and node.target is operator.truediv and not isinstance(node.args[0], Node):
-        return Op("rdiv")
+        return Op("rdiv")  # 1 / x
     return op
 
 
@@ -225,7 +226,7 @@ def _operators() -> Iterator[tuple[Callable[..., Any], Op]]:
 
 
 def _namespaces() -> Iterator[tuple[Callable[..., Any], Op]]:
-    """Flat namespaces first: where a function is in several, torch.nn.functional's name for it wins."""
+    """Yield the functions of torch's namespaces; ``_functions`` takes the first name of one: F's, if it is there."""
     for prefix, home in (
         ("", F),
         ("", builtin_nn),

@@ -124,7 +124,7 @@ _SPELLINGS: Final = {
     "softmax": "safe_softmax",
     "item": "local_scalar_dense",
     "clone": "lazy_clone",
-    # shorthand attributes that are also methods or aten ops
+    # other names of sizes and the like
     "size": "sym_size",
     "numel": "sym_numel nelement",
     "stride": "sym_stride",
@@ -153,7 +153,7 @@ ALIASES: Final[Mapping[str, str]] = MappingProxyType(
     {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 )
 
-#: Results of torch.return_types by name -> position.
+#: Results of torch.return_types by name -> position: no name stands at two positions.
 RESULT_FIELDS: Final[Mapping[str, int]] = MappingProxyType(
     {"values": 0, "indices": 1, "min": 0, "max": 1, "sign": 0, "logabsdet": 1, "mantissa": 0, "exponent": 1,
      "Q": 0, "R": 1, "U": 0, "S": 1, "V": 2, "Vh": 2, "P": 0, "L": 1, "eigenvalues": 0, "eigenvectors": 1,
@@ -161,8 +161,9 @@ RESULT_FIELDS: Final[Mapping[str, int]] = MappingProxyType(
      "info": 1, "LU": 0, "pivots": 1, "output": 0, "counts": 2}
 )  # fmt: skip
 
-#: Attributes of tensors that are tensors of the same dtype, those that share its memory first.
+#: Attributes of a tensor that are views of it.
 VIEW_ATTRIBUTES: Final = frozenset({"T", "H", "mT", "mH", "data"})
+#: All that are tensors of its dtype.
 TENSOR_ATTRIBUTES: Final = VIEW_ATTRIBUTES | {"grad"}
 #: Those that are no tensors.
 NO_TENSOR_ATTRIBUTES: Final = frozenset(

@@ -50,7 +50,7 @@ class _Promotion:
     def __init__(self, walk: Walk) -> None:
         self.walk, self.context, self.classes = walk, walk.context, walk.classes
         self.dtypes: dict[Node, torch.dtype] = {}
-        self.sources: set[Node] = set()  # they count as low from O2 on
+        self.sources: set[Node] = set()  # what nothing of the graph flowed into: it counts as low from O2 on
         self.near_poles: set[Node] = set()
         if self.context.policy.lowers_parameters:
             for graph, _, _ in walk.graphs:
@@ -65,7 +65,11 @@ class _Promotion:
             self.sources.add(node)
 
     def assign_named(self, site: Site, source: bool = False) -> None:
-        """Give a value the dtype of the tensor that the call names, as it arrives, or else its own."""
+        """Give a value the dtype of the tensor that the call names, as it arrives.
+
+        If it names none that has one of ours: low where the call names low since autocast had made a tensor low at
+        capture (``names_tensors_dtype``), else the dtype of the original program.
+        """
         node = site.node
         reference = None if site.facts.bits else dtype_reference(node)
         if reference is not None and reference in self.dtypes:
@@ -101,6 +105,7 @@ class _Promotion:
     def compute(self, step: Step) -> None:
         assert step.site is not None
         site, floats = promoting_near_poles(step.site, self.near_poles), step.floats
+        # A call that writes to its data must see them uncast.
         rule = self.listed(site) if set(site.data).isdisjoint(written_by(site.node)) else Rule.KEEP
         if self.walk.shares_written(site.node) and step.of is not None:
             if floats:  # a view of memory that is written: a cast would miss the writes
@@ -109,6 +114,7 @@ class _Promotion:
         if rule is Rule.KEEP:
             return self.settle(site, floats, rule, None, source=not (site.data or site.kept))
         if not site.data or (names_dtype(site.node) and rule not in (Rule.LOW, Rule.FULL)):
+            # Made of no floats it is a source, unless it is to be FP32.
             return self.settle(site, floats, Rule.FOLLOW, None, source=rule is not Rule.FULL)
         if site.dtype is not None:
             reads = site.dtype
@@ -123,12 +129,15 @@ class _Promotion:
             return self.settle(site, floats, Rule.FOLLOW, None)
         if not floats or reads is not self.context.low or not self.walk.sums_low_backward(site):
             return self.settle(site, floats, rule, reads)
-        # autocast has FP32 here, whose backward adds up in FP32: read that, and be what arrives behind it.
+        # autocast would have FP32 here, and add up gradients in FP32. So read FP32, and cast the result back to what
+        # arrives now.
         self.settle(site, floats, rule, torch.float32)
         notes(site.node).stored_dtype = self.dtypes[site.node] = reads
 
     def settle(self, site: Site, floats: bool, rule: Rule, reads: torch.dtype | None, source: bool = False) -> None:
+        """Give the result its dtype, and write the decision. ``reads``: None where the op takes what arrives."""
         node = site.node
+        # An op that reads nothing of its own, or puts out FP32 whatever it reads (gru): its original or named dtype.
         wide = reads is None or site.facts.wide
         if floats and (wide or names_dtype(node)):
             self.assign_named(site, source)

@@ -37,8 +37,8 @@ from fxprec.passes.ops.table import facts_at, rule_of
 
 #: Why such an op promotes.
 ELEMENTWISE: Final = "sums over one value only: an elementwise product, the widest of its float inputs wins"
-#: How far back two values are compared, call by call.
-_DEPTH: Final = 8
+#: How many calls back two values are compared.
+_MOST_CALLS_BACK: Final = 8
 
 
 def is_square(node: Node) -> bool:
@@ -51,7 +51,7 @@ def is_square(node: Node) -> bool:
     if row.squares == "power":
         exponent = argument(node, 1, "exponent", 2)
         return not isinstance(exponent, int | float) or exponent > 1
-    factors = [source for _, source in arg_nodes(node)]  # one of x * 2
+    factors = [source for _, source in arg_nodes(node)]  # only one of x * 2, which is no square
     if row.squares == "subscripts":
         equation = equation_of(node)
         return equation is not None and _has_square(equation.operands, factors)
@@ -60,14 +60,14 @@ def is_square(node: Node) -> bool:
     return row.squares == "factors" or _contracts_all(node, factors[-1], row)
 
 
-def same_value(a: Node, b: Node, depth: int = _DEPTH) -> bool:
+def same_value(a: Node, b: Node, depth: int = _MOST_CALLS_BACK) -> bool:
     """Return whether both are known to hold the same values in the same places; views and copies are seen through."""
     a, b = _seen_through(a), _seen_through(b)
     if a is b:
         return True
     if a.op != b.op or a.target != b.target or not depth:
         return False
-    if a.op == "get_attr":
+    if a.op == "get_attr":  # of one graph, where one name is one attribute
         return True
     row = _row(a)  # random numbers are KEEP
     return row is not None and row.rule is not Rule.KEEP and _same((a.args, a.kwargs), (b.args, b.kwargs), depth)
@@ -102,6 +102,7 @@ def _in_shape_of(view: Node, source: Node) -> bool:
 
 
 def _lies_alike(a: Node, b: Node) -> bool:
+    """Return whether a view has the shape and the strides of its source: each element is in its old place."""
     first, second = a.meta.get("val"), b.meta.get("val")
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
         return False
@@ -110,7 +111,10 @@ def _lies_alike(a: Node, b: Node) -> bool:
 
 
 def _contracts_all(node: Node, factor: Node, row: OpRule) -> bool:
-    """Return whether no dimension is left of what is multiplied by itself; in doubt a LOW op is a Gram matrix."""
+    """Return whether no dimension is left of what is multiplied by itself: a square, and no Gram matrix.
+
+    Of unknown rank, a LOW op (matmul) counts as a Gram matrix, any other (inner) as a square.
+    """
     rank = _rank(factor)
     if row.squares == "vectors":
         return rank == 1 or (rank is None and row.rule is not Rule.LOW)

@@ -6,11 +6,11 @@ two auxiliary nodes charge each direction once::
     v --c--> a --inf--> u      v FP32 and some u low:  c
     u --inf--> b --c--> v      v low and some u FP32:  c
 
-A closure x -> y (x in FP32 forces y) is an edge of infinite capacity, and a unary cost an edge to T (or from S).
+A closure x -> y (x in FP32 forces y to be) is an edge of infinite capacity, and a unary cost an edge to T (or from S).
 
 Pins never become nodes: a tensor with a pinned end shrinks to a finite edge from S or to T. Closures are resolved
-before the cut: what an FP32 pin forces becomes a pin itself, and a closure into a low pin is dropped, since no answer
-could honour it where it matters (the pinned reader casts instead). So only finite edges touch S and T, every cut is
+before the cut: what an FP32 pin forces becomes a pin itself, and a closure x -> y into a low pin y is dropped: x may be
+FP32 all the same, and y's op casts what it reads. So only finite edges touch S and T, every cut is
 finite, and networkx.NetworkXUnbounded cannot be raised, whatever contradictions come in.
 
 What is left is solved in three steps, of which the first two are linear and settle almost everything in real graphs:
@@ -37,7 +37,7 @@ _T: Final = -2
 class Tensor(NamedTuple):
     """Value of the cut problem: the variable that makes it, those that read it, what a cast of it costs.
 
-    ``promoters`` are the users whose kernel promotes mixed inputs itself: in FP32 they read a low value for nothing.
+    ``promoters`` are the users whose kernel promotes mixed inputs itself: in FP32 they read a low value at no cost.
     """
 
     producer: int
@@ -165,6 +165,7 @@ class _Network:
         while waiting:
             node, _ = waiting.popitem()
             pull = self.pull[node]
+            # What neighbours could pull it to FP32 by are the edges into it, to low those out of it.
             low = -pull >= sum(self.into[node].values())
             if not low and pull <= sum(self.out[node].values()):
                 continue

@@ -21,6 +21,7 @@ from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.placement.sites import Site, assumed_original
 from fxprec.passes.placement.solver import CutProblem, Tensor
 
+#: The two variables that stand for the dtypes themselves (numbers, as all variables are).
 FP32: Final = 0
 LOW: Final = 1
 
@@ -33,7 +34,8 @@ class Variables:
         arrives: values that the cut takes for low although they arrive wider (inputs at O2) -> their variable.
         does_not_widen: values that make nobody FP32: sources at O2.
         declined: 'node: reason' for every pin that another one overruled.
-        absorbs: fused kernels cast what they read for nothing, and low values between them are wanted (O2) or priced.
+        absorbs: whether a cast beside a row operation is free, since a fused kernel makes it: so at O2, where values
+            between kernels are wanted low, and where ops and casts have prices.
     """
 
     def __init__(self, low: torch.dtype, absorbs: bool = False, costs: OpCosts | None = None) -> None:
@@ -52,6 +54,7 @@ class Variables:
         self._makers: dict[int, Node] = {}
         self._prices: dict[int, float] = {}
         self._caller_value: dict[Node, Node] = {}
+        # Value -> variable in whose dtype it is read -> whether each such reader widens it at no cost.
         self._users: dict[Node, dict[int, bool]] = {}
         self._node_of_weight: dict[int, Node] = {}
         self._casts_behind: list[tuple[Node, int, int]] = []
@@ -85,9 +88,10 @@ class Variables:
         return self._dtypes.get(variable)
 
     def pin_shared(self, node: Node, variable: int, dtype: torch.dtype) -> None:
-        """Pin a variable that several nodes share. FP32 beats low; what stands for a dtype keeps it."""
+        """Pin a variable that several nodes share. FP32 beats low."""
         have = self._dtypes.get(variable)
-        # LOW itself is everybody's: only a variable of its own that was pinned to low may still become FP32.
+        # The variables FP32 and LOW, and those of other dtypes, are everybody's, and never change. One of a value that
+        # was pinned to low may still become FP32.
         if have is None or (have is self.low and variable != LOW):
             self._pins[variable], self._dtypes[variable] = dtype is not self.low, dtype
         elif have is not dtype and dtype is not self.low:
@@ -119,7 +123,7 @@ class Variables:
             promotes: its kernel widens a low value at no cost where the variable is FP32.
         """
         if source in self.value:
-            # It reads for nothing only if each call that reads the value in this dtype does.
+            # It reads at no cost only if each call that reads the value in this dtype does.
             known = self._users.setdefault(self.same(source), {})
             known[variable] = known.get(variable, True) and promotes
 
@@ -131,7 +135,7 @@ class Variables:
 
     def read_data(self, site: Site, variable: int) -> None:
         """Note a call that reads its data in the dtype of ``variable``, and its other floats in their original ones."""
-        # One FP32 operand of the call that promotes makes the kernel widen the others as it reads them.
+        # If one operand is known to be FP32 before the cut, a kernel that promotes widens the others as it reads them.
         wide = site.facts.native_promotion and any(
             self.value.get(source) == FP32 and self._widens(source) for source in site.data
         )
@@ -184,7 +188,10 @@ class Variables:
         return CutProblem(self._count, self._pins, tuple(tensors), tuple(self._closures), unary | self._prices)
 
     def casts_around(self, full: list[bool]) -> Callable[[Node, int, Iterable[Node]], tuple[float, float]]:
-        """After the cut: (op, its variable, its sources) -> what casts it needs, among all others: in FP32, and low."""
+        """Return a function that tells, of (op, its variable, its sources), the cost of its own casts in FP32, and low.
+
+        All others are as the cut has left them. A cast that another reader needs anyway costs the op nothing.
+        """
         costs = self._costs or ByteCosts(self._users, self.absorbs)
         wide_readers = {node: sum(full[reader] for reader in users) for node, users in self._users.items()}
 

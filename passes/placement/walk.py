@@ -11,9 +11,9 @@ as they are.
 
 Written classes: a tensor, its views and its in-place users share memory, so that one of them in another dtype would be
 a copy that misses the writes. ``written_classes`` finds them; a class without a write falls apart into ordinary ops.
-Who inserts casts keeps to two rules: a cast of a member is good until the next write to its class (its mutation epoch),
-and a member with ``meta["stored_dtype"]`` (the root of a class that lives in another dtype than the root's kernel puts
-out) is cast right after it is made, and only the cast is used from then on::
+Who inserts casts keeps to two rules. A cast of a member is good until the next write to its class (its mutation epoch).
+And if the root's kernel puts out another dtype than its memory is to have, ``meta["stored_dtype"]`` says which: it is
+cast right after it is made, and only the cast is used from then on::
 
     %y: bfloat16 = linear(%x, %w)           # meta["stored_dtype"] = float32
     %y_f32: float32 = cast(%y, torch.float32)
@@ -77,7 +77,8 @@ class Kind(Enum):
     SHARE = auto()
     #: From a cast of the user's: obeyed; what goes in may have any dtype.
     CAST = auto()
-    #: From an index by tensors: a part, or an op that computes where its backward adds up (``Walk.sums_low_backward``).
+    #: From an index by tensors: a part, as a view gives it or, if its backward would add up in low
+    #: (``Walk.sums_low_backward``), an op that computes.
     LOOKUP = auto()
     #: From an op that computes.
     COMPUTE = auto()
@@ -114,7 +115,7 @@ class Entered(NamedTuple):
 
     Attributes:
         graph: the graph.
-        hands_out: its outputs are FP32 in the end, or read by another graph.
+        hands_out: its outputs get their original dtype, or go to the graph that calls it.
         is_body: a higher-order op of another graph calls it.
     """
 
@@ -220,6 +221,7 @@ class Walk:
         node, base, why = site.node, self._known(site.base), site.why
         floats = carries_float(notes(node).dtype)
         # Indexing by a tensor reads values and adds up gradients, as ``index`` does; by numbers it is a view.
+        # An index of unknown dtype may be a tensor. Of memory that is written it must count as a number: a view.
         is_index = site.name == "getitem" and floats and base is not None
         if is_index and picks_by_tensor(node.args[1], unknown=node not in self.classes):
             lookup = site._replace(facts=facts_of("index"))
@@ -239,10 +241,9 @@ class Walk:
             named = cast_target(node) in CASTABLE or self._known(dtype_reference(node)) is not None
             if floats and not named and base is None:
                 self._source(node, why)
-            else:  # one that names no dtype goes to a device
-                self._add(
-                    Step(node, Kind.CAST, why, Rule.KEEP, base if floats else None, site if named else None, floats)
-                )
+            else:
+                of, cast = base if floats else None, site if named else None  # one that names no dtype goes to a device
+                self._add(Step(node, Kind.CAST, why, Rule.KEEP, of, cast, floats))
         elif is_metadata(site):
             self._share(node, why, None)
         elif site.in_place:
@@ -253,7 +254,7 @@ class Walk:
     def _higher_order(self, node: Node) -> bool:
         """Walk the bodies, and return False where the op is decided like any other."""
         found = _bodies(node)
-        if is_kept_region(node, self.context):
+        if is_kept_region(node, self.context):  # its arguments: device type, dtype, whether it is enabled, ...
             why = f"the user's own autocast: {dtype_name(node.args[1])}" if node.args[2] else "autocast(enabled=False)"
             self._leave_alone(found[0], f"inside {why}")
             self._add(Step(node, Kind.SOURCE, why, reads_original=True))  # its results have dtypes of their own

@@ -53,7 +53,7 @@ class Ruling(NamedTuple):
     Attributes:
         rule: a rule of the op table, or the dtype that an override or torch's registry names.
         why: one clause for the report.
-        lowered: the level (O3) lowers what is FULL, and no override says so.
+        lowered: the table says FULL, and only the level (O3) makes it low.
     """
 
     rule: Resolved
@@ -308,6 +308,7 @@ class Policy:
             found = override.match(op_name, node, module_path)
             # A module holds ops that nobody thought of: those that keep their dtypes may have no low kernel.
             if found is not None and not (override.kind == "modules" and known is Rule.KEEP):
+                # A predicate's text names no precision: say which one it gave.
                 value = "" if override.precision else f" = {precision_name(found)}"
                 return Ruling(found, f"override {override}{value}")
         if self.level == "O3" and known is Rule.FULL and (table_rule is None or table_rule.low_kernel):
@@ -315,7 +316,10 @@ class Policy:
         return Ruling(known, why)
 
     def of_module(self, path: str, modules: Mapping[str, object]) -> Resolved | None:
-        """Return what overrides say of the module at ``path``, or None. ``modules``: path -> module, of all."""
+        """Return what overrides say of the module at ``path``, or None, for reports and to check names.
+
+        ``modules``: path -> module, of all. Its KEEP ops stay as they are all the same (``resolve``).
+        """
         overrides = (each for each in reversed(self.overrides) if each.matches_module(path, modules))
         return next((each.precision for each in overrides), None)
 
@@ -333,7 +337,7 @@ class Policy:
 
     @property
     def has_tables(self) -> bool:
-        """Flag of a policy whose overrides of a kind stand together, as the tables of a file do."""
+        """Whether a file can hold the policy in its order: overrides of one kind stand together, as its tables do."""
         kinds = [kind for kind, _ in groupby(each.kind for each in self.overrides)]
         return len(kinds) == len({*kinds})
 
@@ -408,8 +412,8 @@ def loads(text: str, name: str = "<toml>") -> Parts:
     rules: list[CustomRule] = []
     for table, content in document.items():
         if table not in _TABLES:
-            near = did_you_mean(table, ("level",))
-            if near:  # a key of [policy], above any table
+            # A key of [policy] that stands above any table: "level", or something that may be meant for it.
+            if near := did_you_mean(table, ("level",)):
                 near = "" if table == "level" else near
                 raise PolicyError(
                     f"{places.of(table)}: {table!r} stands in no table{near}: the level belongs under [policy], as in "
