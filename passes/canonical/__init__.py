@@ -1,1 +1,1 @@
-"""What ``canonicalize`` rewrites: ops that are spelled as others."""
+"""Rewrites to one spelling: of ops that are spelled as others, and of regions of autocast."""

@@ -19,13 +19,13 @@ import torch
 from fxprec.kernels.rows.program.prices import Kernel, LoopPrices, Step
 from fxprec.passes.graph.text import dtype_name
 
-#: Of files that ``to_dict`` wrote; another number is not read.
+#: Version of what ``to_dict`` writes; another one is not read.
 _FORMAT: Final = 1
 #: Dtypes of what compiled loops load and store.
 _OF_LOOPS: Final = (torch.float32, torch.bfloat16)
-#: Sizes at which two ways are compared.
-_STEPS: Final = 64
-#: Of the time of the way that is preferred.
+#: How many sizes two ways are compared at.
+_SIZES: Final = 64
+#: Another way must take less than this share of the time of the way that is preferred.
 _CLEARLY: Final = 0.95
 
 
@@ -54,8 +54,9 @@ class Work(StrEnum):
                                ``gelu``, a layer norm; KERNEL_TRAINED, KERNEL_NORM_TRAINED: forward and backward. May
                                be absent
     LOOP                       the same elements by a compiled loop (``fxprec.kernels.rows``); LOOP_TRAINED: forward and
-                               backward; LOOP_SUMS: likewise, where ``y`` is one row; LOOP_STEPS, LOOP_EXP, LOOP_TANH,
-                               LOOP_ERF: with more steps (``MORE_STEPS``), in bfloat16. May be absent
+                               backward; LOOP_SUMS: likewise, where ``y`` is one row, whose gradient is a sum;
+                               LOOP_STEPS, LOOP_EXP, LOOP_TANH, LOOP_ERF: with more steps (``MORE_STEPS``), in bfloat16.
+                               May be absent
     CAST                       elements; forward and backward each cost this. Kept with the low dtype
     =========================  =====================================================================================
     """
@@ -101,6 +102,7 @@ ATTENTION_WAYS: Final[Mapping[AttentionWay, tuple[Work, Work]]] = {
     "recomputed": (Work.ATTENTION_RECOMPUTED, Work.ATTENTION_RECOMPUTED_BACKWARD),
     "compiled": (Work.ATTENTION_COMPILED, Work.ATTENTION_COMPILED_BACKWARD),
 }
+#: Torch's own kernel: forward and backward.
 _TORCHS: Final = (Work.ATTENTION, Work.ATTENTION_BACKWARD)
 #: What compiled loops are priced by: of torch's kernels, forward, and forward and backward; of loops with more steps.
 KERNELS: Final[Mapping[Kernel, Work]] = {
@@ -212,7 +214,7 @@ class DeviceCosts:
         return max(self.seconds(Work.MATMUL, dtype, flop), self.seconds(Work.STREAM, dtype, elements))
 
     def linear(self, dtype: torch.dtype, flop: float, elements: float) -> float:
-        """Return the seconds of a linear layer's forward, where a single row is not what the other products are.
+        """Return the seconds of a linear layer's forward, where products of a single row have a curve of their own.
 
         A CPU without bfloat16 units multiplies one row with the rows of a weight at the speed of memory, so that a low
         weight halves the time. From some rows on conversions bound it, and for the products of the backward, which read
@@ -251,7 +253,7 @@ class DeviceCosts:
         if not self._knows(dtype, way):
             return inf, inf
         sizes = [work for work, _ in self.curves[dtype][Work.ATTENTION].points]
-        grid = [min(sizes) * (max(sizes) / min(sizes)) ** (step / _STEPS) for step in range(_STEPS + 1)]
+        grid = [min(sizes) * (max(sizes) / min(sizes)) ** (step / _SIZES) for step in range(_SIZES + 1)]
         found = []
         for gradients in (0.0, 1.0):
             first = inf

@@ -1,7 +1,7 @@
 """Read a node's fake value (``meta["val"]``): elements, and the dtype of a result that the op table cannot give.
 
-Fake values are often captured under autocast, so their dtypes may be the low one. Where the inputs of a node were, the
-node is run once more on fake tensors of the original dtypes, with autocast off.
+Fake values are often captured under autocast, so their dtypes may be the low one. Where autocast changed the inputs of
+a node, the node is run once more on fake tensors of the original dtypes, with autocast off.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def fake_result(node: Node, low: torch.dtype) -> DTypeInfo:
     captured = value_dtype(value)
     if not _captured_otherwise(node) and not _lowered_itself(node, captured):
         return captured
+    # An input of unknown dtype that was low under autocast may be FP32 in the original: so may a low result.
     if any(
         notes(source).dtype is UNKNOWN and value_dtype(source.meta.get("val")) is low for source in node.all_input_nodes
     ):
@@ -75,6 +76,7 @@ def _lowered_itself(node: Node, captured: DTypeInfo) -> bool:
 
 
 def _doubtful(captured: DTypeInfo, low: torch.dtype) -> DTypeInfo:
+    """Return the captured dtypes, UNKNOWN in place of the low one, which autocast may have made."""
     return nested(captured, lambda info: UNKNOWN if info is low else info)
 
 

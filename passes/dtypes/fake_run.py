@@ -30,7 +30,7 @@ from fxprec.passes.torch_internals import FakeTensorMode, HigherOrderOperator, t
 _LOOK: Final = CASTS - {cast}
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
-#: Of each tensor or other value that a result is made of: its dtype, None where it is no tensor.
+#: The dtype of each value that a result is made of; None of one that is no tensor.
 Dtypes: TypeAlias = "tuple[torch.dtype | None, ...]"
 
 
@@ -83,8 +83,12 @@ def run_on_fakes(gm: GraphModule) -> Iterator[Disagreement]:
 def find_disagreement(node: Node, value: Any) -> Disagreement | None:
     """Return the first tensor of a result whose dtype its node's annotations do not state; None: all agree.
 
-    Not judged: a result of several tensors that is taken apart (each is judged where it is taken out), and results
-    that nobody reads.
+    Not judged are
+
+    - a result of several tensors that is taken apart: each is judged where it is taken out;
+    - a part that nobody reads;
+    - a cast that looks at run time, where no output is stated;
+    - results that are FP32 in the kernel whatever arrives (``wide``), of which nobody reads one in a lowered op.
     """
     return _disagreement(node, notes(node), _dtypes(value), isinstance(value, torch.Tensor))
 
@@ -124,7 +128,8 @@ def _run(gm: GraphModule, mode: FakeTensorMode) -> Iterator[Disagreement]:
             values[node] = _Value(values[node].fakes, dtypes)
         else:
             try:
-                if in_place:  # later readers see the write; captured values do not
+                # It runs on copies, which later readers get: what was captured stays as it is.
+                if in_place:
                     for source in node.all_input_nodes:
                         own = values[source].in_its_dtypes(copy=True)
                         values[source] = _Value(own, values[source].dtypes)

@@ -74,7 +74,7 @@ def is_zero_dim(node: Node) -> bool:
 
 
 def has_dimensions(node: Node) -> bool:
-    """Return whether the value is known to be no 0-dim tensor. Of many values neither is known.
+    """Return whether the value is known to be no 0-dim tensor. Of many values neither this nor the opposite is known.
 
     ``propagate`` writes the answer to ``annotations.has_dimensions``.
     """
@@ -88,6 +88,7 @@ def has_dimensions(node: Node) -> bool:
         row.rank == "kept" and any(notes(source).has_dimensions for source in node.all_input_nodes)
     ):
         return True
+    # A reader that takes no 0-dim tensor first (linear) tells, too.
     readers = (user for user in node.users if user.args[:1] == (node,)) if is_castable(notes(node).dtype) else ()
     return any(facts_of(notes(user).op.name).rank == "some" for user in readers)
 

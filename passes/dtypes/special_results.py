@@ -1,7 +1,8 @@
 """Tell dtypes of results that depend on a call's arguments: ``max(x)``, ``max(x, dim)``, ``x[0]``, ``x.to(y.dtype)``.
 
 Each function answers for the ops whose row names it (``OpRule.special``), or gives None: then ``OpRule.result`` says
-it. Where the call names a dtype, only parts, attributes and casts are asked.
+it. If the call names a dtype, that is the result's (``propagate``): then only the functions of getitem, getattr and
+``to`` are asked.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Facts:
     Attributes:
         low: the low dtype: a fake value captured under autocast may have it for an original FP32.
         weights_are_low: they became so by the conversion, at O3.
-        floats: nodes whose value is a Python float; of the other numbers we take int.
+        floats: nodes whose value is a Python float; one that holds another number counts as an int.
         dtypes: nodes whose value is a dtype (``x.dtype``) -> that dtype.
     """
 

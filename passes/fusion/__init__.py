@@ -1,1 +1,1 @@
-"""What ``fuse`` is made of: which nodes can be in a region, which are, and what is rewritten so that more can be."""
+"""The parts of ``fuse``: which nodes can be in a region, which are, and what is rewritten so that more can be."""

@@ -1,4 +1,6 @@
-"""What must keep its order though no argument says so: writes to memory and its readers, random numbers, unknown calls.
+"""Find the order that nodes must keep though no argument says so.
+
+It holds for writes to memory and their readers, random numbers, and unknown calls.
 
 A pass that moves nodes asks here first::
 

@@ -1,4 +1,4 @@
-"""Which nodes a fused region may hold: row operations, as far as the graph alone can tell.
+"""Tell which nodes a fused region may hold: row operations, as far as the graph alone can tell.
 
 A row operation is pointwise, or reduces over the last dimensions. What shapes decide (does it broadcast as rows and
 columns do?) is found out at the first call; what arguments decide is found out here, so that one unusual call does not

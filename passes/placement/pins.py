@@ -163,7 +163,7 @@ def exp_chains(graph: Graph) -> set[Node]:
 
 @dataclass(frozen=True, slots=True)
 class _Values:
-    """What the float values of a graph are, on the way from what saturates to a pole: each is in at most one set.
+    """Sets of the float values of a graph, on the way from what saturates to a pole: each is in one at most.
 
     In none are values that are FP32 whatever is decided here (inputs, results of FULL ops), and made of such.
 

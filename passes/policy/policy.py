@@ -316,9 +316,9 @@ class Policy:
         return Ruling(known, why)
 
     def of_module(self, path: str, modules: Mapping[str, object]) -> Resolved | None:
-        """Return what overrides say of the module at ``path``, or None, for reports and to check names.
+        """Return what overrides say of the module at ``path``, or None.
 
-        ``modules``: path -> module, of all. Its KEEP ops stay as they are all the same (``resolve``).
+        ``modules``: path -> module, of all. KEEP ops in it stay as they are all the same (``resolve``).
         """
         overrides = (each for each in reversed(self.overrides) if each.matches_module(path, modules))
         return next((each.precision for each in overrides), None)
@@ -337,7 +337,7 @@ class Policy:
 
     @property
     def has_tables(self) -> bool:
-        """Whether a file can hold the policy in its order: overrides of one kind stand together, as its tables do."""
+        """Flag of a policy that a file can hold in its order: overrides of a kind stand together, as its tables do."""
         kinds = [kind for kind, _ in groupby(each.kind for each in self.overrides)]
         return len(kinds) == len({*kinds})
 

@@ -190,6 +190,7 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("erf erfc ndtr atan expm1", saturates=True),
     facts("log1p logit asin acos acosh atanh erfinv ndtri entr tan", poles=(0, "input", "self")),
     facts("lgamma digamma mvlgamma", poles=(0, "input", "self")), facts("polygamma", poles=(0, 1, "input", "self")),
+    # rdiv is x.__rtruediv__(y), y / x, or truediv(2, x): the divisor stands first or second
     facts("xlogy xlog1py div remainder fmod floor_divide", poles=(1, "other")), facts("rdiv", poles=(0, 1)),
     facts("addcdiv", poles=(2, "tensor2")), facts("atan2 hypot", poles=(0, 1, "input", "self", "other")),
     facts("sqrt rsqrt log log2 log10 reciprocal pow float_power", poles=(0, "input", "self")),

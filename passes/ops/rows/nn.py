@@ -9,7 +9,8 @@ from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.rule import Epilogue, OpRule, Writes, facts, rows, table
 
 _INPUT: Final = (0, "input")
-#: Running statistics, in torch.nn.functional's order of arguments and in aten's.
+#: Running statistics, in torch.nn.functional's order of arguments and in aten's. In each two of these are weight and
+#: bias, which count as written, too, without need.
 _STATISTICS: Final = (1, 2, 3, 4, "running_mean", "running_var")
 #: Of a recurrent cell: what its products read.
 _CELL: Final = (0, "input", 2, 3, 4, 5, "w_ih", "w_hh", "b_ih", "b_hh")
@@ -50,6 +51,8 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.LOW, _RECURRENT, "rnn_tanh rnn_relu", result=("tensors",) * 2),
     rows(Rule.LOW, _RECURRENT, "rnn_tanh_cell rnn_relu_cell", result="tensors"),
     rows(Rule.LOW, _RECURRENT, "cudnn_rnn miopen_rnn thnn_fused_gru_cell thnn_fused_lstm_cell", result="unknown"),
+    # 1 is the state, and stays FP32. Of a packed sequence it is the sizes of the batch: then the state, 2, is rounded
+    # once, as it is given.
     rows(Rule.LOW, _GATED, "gru", ports=(0, "input", 2, 3, "params"), result=("tensors",) * 2),
     rows(Rule.LOW, _GATED, "gru_cell", ports=_CELL, result="tensors"),
     rows(Rule.LOW, _GATED, "lstm_cell", ports=_CELL, result=("tensors",) * 2),

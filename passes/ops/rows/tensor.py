@@ -78,7 +78,7 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("scatter_reduce", sums_low=LowSums(cuda=("sum", "mean", "prod"), option=(4, "reduce"))),
     facts("scatter", sums_low=LowSums(cuda=("add", "multiply"), option=(4, "reduce"))),
     facts("masked_fill index_fill fill fill_diagonal", numbers="fill"),
-    facts("setitem", numbers="compared"),
+    facts("setitem", numbers="compared"),  # a number that stands in place of values, as one of where does
     facts("clone masked_fill", boolean=True),
     # casts
     rows(Rule.KEEP, _CAST, "to", result="unknown", view=True, same=True, arrives=True, special="cast", rank="kept"),
@@ -97,6 +97,7 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.KEEP, _TABLE, "tril_indices triu_indices", result="int64"),
     rows(Rule.KEEP, _TABLE, "vander", result="first"),
     facts("full_like new_full full tensor new_tensor scalar_tensor", numbers="fill"),
+    # fill and zero write their first argument, whose old values nobody reads
     facts("zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_empty_strided new fill "
           "zero", example=True),
     facts("as_tensor asarray from_numpy", view=True),
