@@ -25,6 +25,7 @@ from typing import Final
 import torch
 
 from fxprec.kernels.rows.emit.addresses import Access
+from fxprec.kernels.rows.program.prices import LIBM_STEPS
 from fxprec.kernels.rows.program.row_program import RowProgram, Store
 from fxprec.kernels.rows.program.values import COMPARISONS, Declined, Operand, Value, walk
 
@@ -95,7 +96,7 @@ def check_supported(program: RowProgram) -> None:
         raise Declined("a cast that C++ loops do not have")
     if any(value.op == "keep" for value in values):
         raise Declined("dropout, whose random numbers are torch's")
-    if any(value.op in ("eq", "ne") and any(v.op in _LIBM for v in walk([value])) for value in values):
+    if any(value.op in ("eq", "ne") and any(v.op in LIBM_STEPS for v in walk([value])) for value in values):
         raise Declined("a comparison of what libm computes")
 
 
@@ -325,10 +326,8 @@ _REDUCTIONS: Final = MappingProxyType({"sum": "+", "max": "larger", "min": "smal
 #: New value of a reduction from (its value so far, a column). Of equal numbers ``larger`` and ``smaller`` return the
 #: second: the value so far stays, as where ``loops.h`` joins the lanes.
 _COMBINE: Final = MappingProxyType({"sum": "{} + {}", "max": "larger({1}, {0})", "min": "smaller({1}, {0})"})
-#: Functions of libm; ``program.prices`` has the same in its list of steps.
-_LIBM: Final = frozenset({"exp", "exp2", "expm1", "log", "log2", "log1p", "erf", "tanh", "sigmoid"})
 #: Operations whose results are kept from loop to loop.
-_LONG: Final = _LIBM | {"div"}
+_LONG: Final = frozenset({*LIBM_STEPS, "div"})
 _NAMES: Final = MappingProxyType({
     "where": "chosen", "and": "both", "or": "either", "not": "other", "abs": "magnitude", "round": "rounded",
     "float": "number", "load": "value",

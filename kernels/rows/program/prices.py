@@ -214,9 +214,8 @@ def _seconds_of_loop(program: RowProgram, prices: LoopPrices, elements: float) -
     return accesses + sum(prices.step(kind, elements) * times for kind, times in counts.steps.items())
 
 
-#: Functions of libm -> the one of these three that takes about as long. ``emit.loops`` has the same functions (and
-#: ``div``) in its list of what is kept from loop to loop.
-_LIBM: Final[MappingProxyType[str, Step]] = MappingProxyType({
+#: Functions of libm -> the one of these three that takes about as long.
+LIBM_STEPS: Final[MappingProxyType[str, Step]] = MappingProxyType({
     "exp": "exp", "exp2": "exp", "sigmoid": "exp",
     "tanh": "tanh", "expm1": "tanh", "log": "tanh", "log2": "tanh", "log1p": "tanh",
     "erf": "erf",
@@ -268,7 +267,7 @@ def count(program: RowProgram) -> Counts:
         for value in walk([root for root in roots if isinstance(root, Value)], {*loads, *reductions}.__contains__):
             if not value.columns or (value.op == "round" and value in stored):
                 continue
-            again, kind = value in seen, _LIBM.get(value.op, "plain")
+            again, kind = value in seen, LIBM_STEPS.get(value.op, "plain")
             seen.add(value)
             if value in loads and value.rows and not again:
                 accesses[loads[value].dtype] += 1
