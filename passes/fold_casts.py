@@ -162,9 +162,8 @@ def _may_read(user: Node, node: Node, source: Node) -> bool:
         return False
     if notes(node).dtype == notes(source).dtype:
         return True
-    # The two have different original dtypes, since the cast is the user's. A reader that wants arguments in their
-    # original dtype would want another one of ``source``; one that wants the dtype of its rule, or takes what comes,
-    # would not.
+    # The two have different original dtypes. A reader that wants arguments in their original dtype would want another
+    # one of ``source``; one that wants the dtype of its rule, or takes what comes, would not.
     precision = notes(user).precision
     wanted = {dtype for (_, read), dtype in wanted_dtypes(user).items() if read is node}
     return not wanted or (wanted == {precision.reads})

@@ -270,6 +270,7 @@ class Constraints:
     # -- steps that compute nothing ------------------------------------------------------------------------------------
 
     def _source(self, step: Step) -> None:
+        """Pin a value from outside to its original dtype, and what the outputs read to theirs."""
         node, variables = step.node, self.variables
         for source in node.all_input_nodes if node.op == "output" and step.reads_original else ():
             if self.has(source) and isinstance(notes(source).dtype, tuple):  # nobody can cast a tuple on its way out
@@ -286,6 +287,7 @@ class Constraints:
             variables.arrives[node], variables.value[node] = variables.value[node], LOW
 
     def _share(self, step: Step) -> None:
+        """Give a part the variable of what it is a part of: there is no place for a cast between them."""
         if step.of is not None:
             if step.node in self.walk.operands:
                 self.variables.share_with_operand(step.node, step.of)
@@ -295,6 +297,7 @@ class Constraints:
         self._decide(step.node, step.rule, step.why)
 
     def _cast(self, step: Step) -> None:
+        """Give a cast of the user's the dtype that it names; what it casts may have any, at the cost of a cast."""
         if step.site is None:  # to a device
             self._share(step)
         elif step.floats:
@@ -350,11 +353,13 @@ class Constraints:
     # -- ops that compute ----------------------------------------------------------------------------------------------
 
     def _lookup(self, step: Step) -> None:
+        """Take an index by tensors for a part or, if its backward would add up gradients in low, for an op."""
         assert step.site is not None
         wide = self.variables.value[step.site.base] == FP32
         (self._compute if not wide and self.walk.sums_low_backward(step.site) else self._share)(step)
 
     def _compute(self, step: Step) -> None:
+        """Constrain an op by its rule, unless it gives or writes memory that has a variable already."""
         assert step.site is not None
         site, node, floats = step.site, step.node, step.floats
         if self.walk.shares_written(node) and step.of is not None:
@@ -366,6 +371,7 @@ class Constraints:
         {Rule.KEEP: self._keep, Rule.LOW: self._low, Rule.FULL: self._full}.get(site.rule, self._follow)(site, floats)
 
     def _keep(self, site: Site, floats: bool) -> None:
+        """Constrain a KEEP op: it reads and puts out what it does in the original program."""
         node, variables = site.node, self.variables
         sources = (*site.data, *site.kept)
         variables.read_original(sources)
@@ -373,13 +379,14 @@ class Constraints:
         for target in written:  # a custom op that says so in its schema: a cast of it would miss the write
             variables.pin_shared(node, variables.value[target], assumed_original(notes(target).dtype))
         if floats:
-            # A source, as an input is one: it reads no floats, or writes to what it reads (an embedding that rescales
-            # its weight), and that are sources themselves.
+            # A source itself, if it reads no floats, or writes to what it reads and reads nothing but sources (an
+            # embedding that rescales its weight).
             source = all(each in variables.does_not_widen for each in sources) and bool(written or not sources)
             self._assign_named(site, source)
         self._decide(node, Rule.KEEP, site.why)
 
     def _low(self, site: Site, floats: bool) -> None:
+        """Constrain a LOW op: a variable of its own if its time is weighed, else LOW, or FP32 by verdict."""
         node, variables = site.node, self.variables
         price = self._price(site, floats)
         if isinstance(price, Price):
@@ -426,6 +433,18 @@ class Constraints:
         return None
 
     def _full(self, site: Site, floats: bool) -> None:
+        """Constrain a FULL op.
+
+        ==================================================================  =====  ========
+        its kernel                                                          reads  puts out
+        ==================================================================  =====  ========
+        computes in what it reads                                           FP32   FP32
+        may be low all the same (``Freedom.ALL``)                           a      a
+        is mixed: FP32 inside, whatever it reads (layer_norm)               a      a
+        takes ``dtype=`` to accumulate in (sum)                             a      FP32
+        does both (mean)                                                    a      b, a -> b
+        ==================================================================  =====  ========
+        """
         node, variables = site.node, self.variables
         read = out = FP32
         asked = dtype_argument(node)
@@ -438,10 +457,9 @@ class Constraints:
             variable = self.free[node] = variables.value[node] = variables.new(node)
             variables.read_data(site, variable)
             return self._decide(node, site.rule, site.why, variable, site=site)
-        # A sum that accumulates in FP32 puts out FP32, but may read low; a norm's kernel puts out what it reads.
         if accumulates:
             read = variables.new()
-            if mixed:  # what it makes of FP32 is FP32, what it makes of low values is free
+            if mixed:
                 out = variables.new(node)
                 variables.widen_with((read,), out)
         elif mixed:
@@ -457,6 +475,7 @@ class Constraints:
         self._decide(node, Rule.FULL, site.why, read if site.data else None)
 
     def _follow(self, site: Site, floats: bool) -> None:
+        """Constrain an op that follows or promotes: a variable of its own, FP32 if a widening operand is."""
         node, variables, info = site.node, self.variables, notes(site.node).dtype
         if site.facts.exact or commutes_with_rounding(site):
             self.parts[node] = site.data
