@@ -36,7 +36,7 @@ from torch.fx import GraphModule, Node
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.dtypes.fake_results import fake_result, numel_of, value_dtype
 from fxprec.passes.dtypes.promotion import NUMBERS, RESULT_KINDS, Operands, first, has_dimensions, is_zero_dim
-from fxprec.passes.dtypes.special_results import SPECIAL, Facts
+from fxprec.passes.dtypes.special_results import SPECIAL, Known
 from fxprec.passes.graph.annotations import (
     NO_OP,
     NON_TENSOR,
@@ -52,7 +52,7 @@ from fxprec.passes.graph.annotations import (
     notes,
 )
 from fxprec.passes.graph.subgraphs import attributes_in, body_of
-from fxprec.passes.ops.table import OVERLOAD_RESULTS, facts_at, facts_of, rule_of
+from fxprec.passes.ops.table import OVERLOAD_RESULTS, facts_at, facts_of, row_of
 from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, schema_of
 
 #: Kinds of results (``OpRule.result``) that are FP32 also where the operands become low.
@@ -80,7 +80,7 @@ class _Walk:
         self.gm = gm
         self.context = context
         self.fetched = attributes_in(gm)
-        self.facts = Facts(context.low, context.policy.lowers_parameters)
+        self.known = Known(context.low, context.policy.lowers_parameters)
 
     def run(self) -> DTypeInfo:
         """Walk; the dtype of what the graph returns."""
@@ -134,19 +134,19 @@ class _Walk:
             return NON_TENSOR if op.name == "setitem" else first(operands)
         if annotations.names_tensors_dtype:
             return torch.float32
-        row = rule_of(op.name)
-        dtype = self.facts.requested(node)
+        row = row_of(op.name)
+        dtype = self.known.requested(node)
         # Not so of an op that gives no tensor, or takes what arrives: ``getitem`` and ``to`` have special cases.
         if dtype is not None and (row is None or (row.result != "none" and not row.arrives)):
             return dtype
         if row is not None and row.special is not None:
-            info = SPECIAL[row.special](self.facts, node, operands)
+            info = SPECIAL[row.special](self.known, node, operands)
             if info is not None:
                 return self._number(node, operands, info)
         if row is None and not any(map(is_castable, (info for info, _ in operands.tensors))) and _gives_no_tensor(node):
             return self._number(node, operands, NON_TENSOR)
         if row is None or row.result == "unknown":
-            return fake_result(node, self.facts.low)
+            return fake_result(node, self.known.low)
         kind: str | tuple[str, ...] = row.result
         if (overload := _overload(node.target)) is not None:
             kind = _overload_kind(overload, kind)
@@ -169,7 +169,7 @@ class _Walk:
             if isinstance(leaf, Node):
                 info = notes(leaf).dtype
                 if info is NON_TENSOR:
-                    rank = max(rank, 2 if leaf in self.facts.floats else 1)
+                    rank = max(rank, 2 if leaf in self.known.floats else 1)
                 else:
                     tensors += [(each, leaf) for each in leaves(info) if each is not NON_TENSOR]
             else:
@@ -185,7 +185,7 @@ class _Walk:
             gives_float = name in _FLOAT_NUMBERS or facts_of(name).float_number
             seen = isinstance(node.meta.get("val"), float | torch.SymFloat)
             if operands.numbers is float or item or gives_float or seen:
-                self.facts.floats.add(node)
+                self.known.floats.add(node)
         return info
 
     def _opless(self, node: Node, operands: Operands) -> DTypeInfo:
@@ -193,7 +193,7 @@ class _Walk:
         home = getattr(node.target, "__module__", None)
         if home in ("builtins", "math", "_operator") or (not operands.tensors and node.meta.get("val") is None):
             return self._number(node, operands, NON_TENSOR)
-        return fake_result(node, self.facts.low)
+        return fake_result(node, self.known.low)
 
     def _higher_order(self, node: Node, name: str) -> DTypeInfo:
         """Give the bodies their placeholders' dtypes; the result is what the body that makes it returns."""
@@ -205,7 +205,7 @@ class _Walk:
                 _bind(body, operands)
             results.append(_Walk(body, self.context).run())
         if not bodies or name in _OPAQUE:
-            return fake_result(node, self.facts.low)
+            return fake_result(node, self.known.low)
         return results[-1] if name == "while_loop" else results[0]
 
 
@@ -227,7 +227,7 @@ def _gives_sparse(node: Node) -> bool:
     if not any(tensors) or notes(node).dtype is NON_TENSOR:
         return False
     # Sparse with dense gives dense of a mixed op; so it does, for all we know, of an unknown one.
-    mixed = facts.layout == "mixed" or rule_of(notes(node).op.name) is None
+    mixed = facts.layout == "mixed" or row_of(notes(node).op.name) is None
     return all(tensors) if mixed else True
 
 

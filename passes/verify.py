@@ -32,7 +32,7 @@ from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.insert_casts import actual_dtype, original_dtype, wanted_dtypes
 from fxprec.passes.limit_readers import READERS, uses
 from fxprec.passes.ops.aliases import written_by, written_memory
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.table import row_of
 
 
 class Violation(NamedTuple):
@@ -114,7 +114,7 @@ def _full_in_fp32(gm: GraphModule, context: Context) -> Iterator[Violation]:
         precision, op = noted.precision, noted.op
         if op is NO_OP or precision.rule is not Rule.FULL:
             continue
-        row = rule_of(op.name)
+        row = row_of(op.name)
         if precision.compute not in (torch.float32, torch.float64, None):
             yield Violation(node.name, f"computes in {dtype_name(precision.compute)}", "computes in float32")
         elif precision.reads in LOW_DTYPES:

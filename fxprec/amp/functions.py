@@ -33,7 +33,7 @@ from fxprec.errors import UnusedSettingWarning
 from fxprec.model.conversion import conversion_of, is_converted
 from fxprec.passes.graph.annotations import Rule, notes
 from fxprec.passes.ops.names import canonical_op
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.table import row_of
 from fxprec.passes.policy.policy import Policy
 from fxprec.torch_internals import tree_map_only
 
@@ -201,7 +201,7 @@ def _register(module: Any, name: str, kind: Kind) -> None:
         x, method = graph.placeholder("x"), module is torch.Tensor
         known = canonical_op(graph.call_method(name, (x,)) if method else graph.call_function(value, (x,)))
         # torch is never patched: what has no row cannot be reached by a policy.
-        if known is None or rule_of(known.name) is None:
+        if known is None or row_of(known.name) is None:
             raise ValueError(
                 f"{name} of {module} is a function of torch without a row in the op table, and torch is not patched: "
                 "wrap it in a function of your own, decorated with one of amp's"

@@ -19,7 +19,7 @@ from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.graph.annotations import CASTABLE, NO_OP, UNKNOWN, leaves, notes
 from fxprec.passes.graph.subgraphs import every_graph
 from fxprec.passes.graph.text import dtype_name
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.table import row_of
 
 REGION_COLUMNS: Final = ("region", "nodes", "path", "why", "kernels", "bytes moved", "x bound")
 
@@ -76,7 +76,7 @@ def activations(nodes: Iterable[Node]) -> Activations:
     """Return the bytes that one run of these nodes writes."""
     sums: Counter[str] = Counter()
     for node in nodes:
-        op, row = notes(node).op, rule_of(notes(node).op.name)
+        op, row = notes(node).op, row_of(notes(node).op.name)
         # An in-place op writes to memory of others; a shadow's memory is counted with the weights.
         if op is NO_OP or op.in_place or is_shadow(node) or op.name == "fused_region":
             continue

@@ -28,7 +28,7 @@ from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import Op, Rule, argument, module_path
 from fxprec.passes.graph.casts import write_out
 from fxprec.passes.ops.spellings import RESULT_FIELDS
-from fxprec.passes.ops.table import facts_at, facts_of, rule_of
+from fxprec.passes.ops.table import facts_at, facts_of, row_of
 from fxprec.passes.torch_internals import OpOverload
 
 
@@ -44,7 +44,7 @@ def _is_flagged(node: Node, position: int | None) -> bool:
 
 def has_dtype_of_its_own(node: Node, op: Op, context: Context) -> bool:
     """Return whether the op's rule, overrides counted, is LOW, FULL or a dtype, which its target may not have."""
-    rule = context.policy.resolve(op.name, node, module_path(node), rule_of(op.name), context.device).rule
+    rule = context.policy.resolve(op.name, node, module_path(node), row_of(op.name), context.device).rule
     return isinstance(rule, torch.dtype) or rule in (Rule.LOW, Rule.FULL)
 
 

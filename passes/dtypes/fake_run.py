@@ -23,7 +23,7 @@ from fxprec.passes.dtypes.fake_results import quietly
 from fxprec.passes.graph.annotations import CASTABLE, Annotations, Rule, annotated, notes
 from fxprec.passes.graph.casts import CASTS, cast
 from fxprec.passes.graph.subgraphs import attribute_of
-from fxprec.passes.ops.table import OpRule, rule_of
+from fxprec.passes.ops.table import OpRule, row_of
 from fxprec.passes.torch_internals import FakeTensorMode, HigherOrderOperator, tree_leaves, tree_map
 
 #: Casts that look at run time what arrives.
@@ -119,7 +119,7 @@ def _run(gm: GraphModule, mode: FakeTensorMode) -> Iterator[Disagreement]:
     known: dict[object, Dtypes] = {}
     for node, noted in annotated(gm.graph):
         values[node] = _stated(node, noted.precision.output, mode)
-        if not _runs(node, rule_of(noted.op.name), values):
+        if not _runs(node, row_of(noted.op.name), values):
             continue
         in_place = noted.op.in_place
         key = None if in_place else _key(node, values)

@@ -25,7 +25,7 @@ from fxprec.passes.torch_internals import OpOverload, schema_of
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class Known:
     """Facts that a walk knows besides the dtypes in ``node.meta``.
 
     Attributes:
@@ -49,10 +49,10 @@ class Facts:
         return self.dtypes.get(given, UNKNOWN) if isinstance(given, Node) else None
 
 
-Answer: TypeAlias = "Callable[[Facts, Node, Operands], DTypeInfo | None]"
+Answer: TypeAlias = "Callable[[Known, Node, Operands], DTypeInfo | None]"
 
 
-def _getitem(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
+def _getitem(known: Known, node: Node, operands: Operands) -> DTypeInfo:
     base, index = node.args[0], node.args[1]
     info = notes(base).dtype if isinstance(base, Node) else NON_TENSOR
     if not isinstance(info, tuple):
@@ -65,11 +65,11 @@ def _getitem(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
     return info[index] if isinstance(index, int) and -len(info) <= index < len(info) else info[0]
 
 
-def _getattr(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
+def _getattr(known: Known, node: Node, operands: Operands) -> DTypeInfo:
     base, name = node.args[0], str(node.args[1])
     info = notes(base).dtype if isinstance(base, Node) else NON_TENSOR
     if name == "dtype":
-        facts.dtypes[node] = info
+        known.dtypes[node] = info
     if name in NO_TENSOR_ATTRIBUTES:
         return NON_TENSOR
     if isinstance(info, tuple):
@@ -79,10 +79,10 @@ def _getattr(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
         return info
     if name in ("real", "imag"):
         return info.to_real() if isinstance(info, torch.dtype) and info.is_complex else info
-    return fake_result(node, facts.low)
+    return fake_result(node, known.low)
 
 
-def _to(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
+def _to(known: Known, node: Node, operands: Operands) -> DTypeInfo:
     target = cast_target(node)
     if target is not None:
         return target
@@ -90,21 +90,21 @@ def _to(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
         return NON_TENSOR  # x.type() is a string
     for other in (*node.args[1:], *node.kwargs.values()):
         if isinstance(other, Node):
-            if other in facts.dtypes:
-                return facts.dtypes[other]
+            if other in known.dtypes:
+                return known.dtypes[other]
             if notes(other).dtype is not NON_TENSOR:  # type_as(other), to(other)
                 return notes(other).dtype
     return first(operands)
 
 
-def _bits(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+def _bits(known: Known, node: Node, operands: Operands) -> DTypeInfo | None:
     """x.view(y.dtype). At O3 a low ``y`` was FP32 before its weights became low."""
-    found = (facts.dtypes.get(each) for each in (*node.args[1:], *node.kwargs.values()) if isinstance(each, Node))
+    found = (known.dtypes.get(each) for each in (*node.args[1:], *node.kwargs.values()) if isinstance(each, Node))
     dtype = next((each for each in found if each is not None), None)
-    return torch.float32 if facts.weights_are_low and dtype in (facts.low, UNKNOWN) else dtype
+    return torch.float32 if known.weights_are_low and dtype in (known.low, UNKNOWN) else dtype
 
 
-def _extreme(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
+def _extreme(known: Known, node: Node, operands: Operands) -> DTypeInfo:
     """max(x), max(x, dim), max(x, y); median(x), median(x, dim)."""
     if len(operands.tensors) > 1:
         return promote(operands)
@@ -114,7 +114,7 @@ def _extreme(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
     return (value, torch.int64) if len(node.args) > 1 or "dim" in node.kwargs else value
 
 
-def _pool(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+def _pool(known: Known, node: Node, operands: Operands) -> DTypeInfo | None:
     """max_pool2d(x, ..., return_indices=True)"""
     position = facts_at(node).return_indices
     if position is None or isinstance(node.target, OpOverload) or not argument(node, position, "return_indices"):
@@ -122,13 +122,13 @@ def _pool(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
     return (first(operands), torch.int64)
 
 
-def _native_norm(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+def _native_norm(known: Known, node: Node, operands: Operands) -> DTypeInfo | None:
     """torch.native_layer_norm and its kin give two statistics too; aten's overloads say so themselves."""
     native = getattr(node.target, "__name__", "").lstrip("_").startswith("native_")
     return (first(operands),) * 3 if native and not isinstance(node.target, OpOverload) else None
 
 
-def _unique(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
+def _unique(known: Known, node: Node, operands: Operands) -> DTypeInfo:
     value = node.meta.get("val")
     extra = bool(argument(node, 2, "return_inverse", False)) + bool(argument(node, 3, "return_counts", False))
     if isinstance(value, tuple | list):
@@ -136,29 +136,29 @@ def _unique(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
     return (first(operands), *(torch.int64,) * extra) if extra else first(operands)
 
 
-def _sequence(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+def _sequence(known: Known, node: Node, operands: Operands) -> DTypeInfo | None:
     """arange: the dtype of its numbers."""
-    return _float_sequence(facts, node, operands) if operands.numbers in (float, complex) else torch.int64
+    return _float_sequence(known, node, operands) if operands.numbers in (float, complex) else torch.int64
 
 
-def _float_sequence(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+def _float_sequence(known: Known, node: Node, operands: Operands) -> DTypeInfo | None:
     """linspace: a float whatever its numbers are."""
     default = torch.get_default_dtype()
     return default.to_complex() if operands.numbers is complex else default
 
 
-def _full(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+def _full(known: Known, node: Node, operands: Operands) -> DTypeInfo | None:
     """torch.full(size, value): the size's integers do not count."""
     value = argument(node, 1, "fill_value")
     if isinstance(value, Node):
-        numbers: type | None = float if value in facts.floats else int
+        numbers: type | None = float if value in known.floats else int
     else:
         numbers = type(value) if type(value) in NUMBERS else None
-    found = _sequence(facts, node, operands._replace(numbers=numbers))
+    found = _sequence(known, node, operands._replace(numbers=numbers))
     return torch.bool if found is torch.int64 and numbers is bool else found
 
 
-def _constant(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+def _constant(known: Known, node: Node, operands: Operands) -> DTypeInfo | None:
     """torch.tensor(data) and the like."""
     if operands.tensors:
         return first(operands)
@@ -178,17 +178,17 @@ SPECIAL: Final[Mapping[str, Answer]] = MappingProxyType(
         "pool": _pool,
         "native_norm": _native_norm,
         "unique": _unique,
-        "where": lambda facts, node, operands: (torch.int64,) if len(node.args) + len(node.kwargs) == 1 else None,
-        "nonzero": lambda facts, node, operands: (torch.int64,) if node.kwargs.get("as_tuple") else None,
-        "div": lambda facts, node, operands: promote(operands) if node.kwargs.get("rounding_mode") else None,
-        "buckets": lambda facts, node, operands: torch.int32 if node.kwargs.get("out_int32") else torch.int64,
+        "where": lambda known, node, operands: (torch.int64,) if len(node.args) + len(node.kwargs) == 1 else None,
+        "nonzero": lambda known, node, operands: (torch.int64,) if node.kwargs.get("as_tuple") else None,
+        "div": lambda known, node, operands: promote(operands) if node.kwargs.get("rounding_mode") else None,
+        "buckets": lambda known, node, operands: torch.int32 if node.kwargs.get("out_int32") else torch.int64,
         "sequence": _sequence,
         "float_sequence": _float_sequence,
         "full": _full,
         "constant": _constant,
         # x.new_tensor(data): the dtype of x
-        "like": lambda facts, node, operands: first(operands) if operands.tensors else torch.get_default_dtype(),
-        "each": lambda facts, node, operands: tuple(info for info, _ in operands.tensors),
-        "normal": lambda facts, node, operands: None if operands.tensors else torch.get_default_dtype(),
+        "like": lambda known, node, operands: first(operands) if operands.tensors else torch.get_default_dtype(),
+        "each": lambda known, node, operands: tuple(info for info, _ in operands.tensors),
+        "normal": lambda known, node, operands: None if operands.tensors else torch.get_default_dtype(),
     }
 )

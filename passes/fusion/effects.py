@@ -22,7 +22,7 @@ from fxprec.errors import InvariantError
 from fxprec.passes.fusion.row_operations import is_row_operation
 from fxprec.passes.graph.annotations import NO_OP, notes
 from fxprec.passes.ops.aliases import alias_roots, written_roots
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.table import row_of
 
 
 def memory_of(graph: Graph) -> tuple[dict[Node, Node], set[Node]]:
@@ -98,5 +98,5 @@ def sort(graph: Graph, order: Mapping[Node, Sequence[Node]], position: Mapping[N
 def _has_effects(node: Node) -> bool:
     if node.op in ("placeholder", "get_attr", "output") or is_row_operation(node):
         return False
-    row = rule_of(notes(node).op.name)
+    row = row_of(notes(node).op.name)
     return row is None or row.random

@@ -23,7 +23,7 @@ from fxprec.passes.graph.annotations import NO_OP, notes
 from fxprec.passes.graph.casts import cast
 from fxprec.passes.insert_casts import actual_dtype
 from fxprec.passes.ops.aliases import alias_roots, written_by
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.table import row_of
 
 
 @bodies_first
@@ -74,7 +74,7 @@ def _maker(writer: Node) -> Node:
 
 def _fresh(node: Node) -> bool:
     """Return whether the result is memory of its own: of an op that we know, and no view or tuple of views."""
-    row = rule_of(notes(node).op.name)
+    row = row_of(notes(node).op.name)
     return row is not None and (not row.view or _converts(node))
 
 

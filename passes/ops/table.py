@@ -49,7 +49,7 @@ class _Facts(dict[str, OpRule]):
 _NOTHING_KNOWN: Final = OpRule(Rule.KEEP, "")
 
 #: Return the row of a canonical op name (no trailing underscore), or None where the table has none.
-rule_of: Final = OP_TABLE.get
+row_of: Final = OP_TABLE.get
 
 #: Return the row of a canonical op name; where the table has none, one that states nothing.
 facts_of: Final[Callable[[str], OpRule]] = _Facts({"": _NOTHING_KNOWN, **OP_TABLE}).__getitem__

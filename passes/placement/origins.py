@@ -46,7 +46,7 @@ from fxprec.passes.graph.annotations import (
 )
 from fxprec.passes.graph.subgraphs import attribute_of
 from fxprec.passes.ops.rule import OpRule
-from fxprec.passes.ops.table import facts_at, rule_of
+from fxprec.passes.ops.table import facts_at, row_of
 from fxprec.passes.torch_internals import HigherOrderOperator
 
 #: Why a value that counts is FP32.
@@ -140,7 +140,7 @@ class Origins:
             return self._known.get(operands[node], Origin.OTHER)
         if node.op in ("placeholder", "get_attr"):
             return self._from_outside(node)
-        row = rule_of(annotations.op.name)
+        row = row_of(annotations.op.name)
         if row is None or row.random or isinstance(node.target, HigherOrderOperator):
             return Origin.OTHER
         sources = [self._known.get(source, Origin.OTHER) for source in _values(node, row)]

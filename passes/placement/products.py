@@ -33,7 +33,7 @@ from torch.fx import Node
 from fxprec.passes.graph.annotations import NO_OP, Rule, arg_nodes, argument, notes
 from fxprec.passes.ops.equations import equation_of
 from fxprec.passes.ops.rule import OpRule
-from fxprec.passes.ops.table import facts_at, rule_of
+from fxprec.passes.ops.table import facts_at, row_of
 
 #: Why such an op promotes.
 ELEMENTWISE: Final = "sums over one value only: an elementwise product, the widest of its float inputs wins"
@@ -155,7 +155,7 @@ def _has_square(subscripts: Sequence[object], operands: list[Node]) -> bool:
 
 def _row(node: Node) -> OpRule | None:
     op = notes(node).op
-    return rule_of(op.name) if op is not NO_OP and not op.in_place else None
+    return row_of(op.name) if op is not NO_OP and not op.in_place else None
 
 
 def is_elementwise(node: Node) -> bool:

@@ -30,7 +30,7 @@ from fxprec.passes.graph.annotations import (
     notes,
 )
 from fxprec.passes.ops.names import cast_target, dtype_argument
-from fxprec.passes.ops.table import OpRule, facts_at, facts_of, rule_of
+from fxprec.passes.ops.table import OpRule, facts_at, facts_of, row_of
 from fxprec.passes.torch_internals import HigherOrderOperator
 
 
@@ -169,7 +169,7 @@ def site_of(node: Node, context: Context) -> Site:
     name = op.name or getattr(node.target, "__name__", str(node.target))
     facts = facts_of(op.name)
     sources = [(port, source, notes(source)) for port, source in arg_nodes(node)]
-    rule, why, lowered = context.policy.resolve(name, node, module_path(node), rule_of(op.name), context.device)
+    rule, why, lowered = context.policy.resolve(name, node, module_path(node), row_of(op.name), context.device)
     if annotations.autocast is False:
         rule, why = Rule.KEEP, "inside autocast(enabled=False)"
     elif facts.bits and names_dtype(node):

@@ -3,7 +3,7 @@
 A policy only answers questions; ``decide`` asks one a node::
 
     policy = Policy.preset("O1").override(modules={"encoder.*.attn": torch.float32})
-    policy.resolve("linear", node, "encoder.layers.0.attn", rule_of("linear"))
+    policy.resolve("linear", node, "encoder.layers.0.attn", row_of("linear"))
     -> (torch.float32, "override modules 'encoder.*.attn' = float32")
 
 Matching: ``ops`` are canonical op names, ``nodes`` are graph node names, ``modules`` are dotted paths or module classes

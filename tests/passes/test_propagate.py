@@ -21,7 +21,7 @@ from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo
 from fxprec.passes.graph.text import format_graph
 from fxprec.passes.ops.names import canonical_name, canonical_op
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.table import row_of
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.propagate import propagate
 
@@ -109,7 +109,7 @@ def test_dtypes_are_those_of_real_execution(dtype: torch.dtype) -> None:
             for target, kind in spellings(info):
                 node = one_call(target, kind, args, sample.kwargs)
                 op = node.meta["op"]
-                if op is None or rule_of(op.name) is None or info.name in ASK_FAKE:
+                if op is None or row_of(op.name) is None or info.name in ASK_FAKE:
                     continue
                 propagate(GraphModule({}, node.graph), CONTEXT)
                 checked.add(op.name)

@@ -45,7 +45,7 @@ from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.kernels.torch_internals import disable_current_modes, is_fx_tracing
 from fxprec.passes.graph.annotations import SPARSE, notes
 from fxprec.passes.ops.names import canonical_op
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.table import row_of
 from fxprec.passes.torch_internals import FakeTensorMode, unlogged
 from fxprec.torch_internals import dynamo_sees_torchs_own_call, forget_tracer, global_hooks
 
@@ -200,7 +200,7 @@ def _check_constants(tracer: ForwardTracer, graph: fx.Graph) -> None:
         if first in constants:
             op = canonical_op(node)
             writes = writes or bool((op is not None and op.in_place) or node.kwargs.get("inplace"))
-            rule = rule_of(op.name) if op is not None else None
+            rule = row_of(op.name) if op is not None else None
             if rule is None or rule.view:
                 constants.add(node)
                 if first in fresh:

@@ -30,7 +30,7 @@ from torch.overrides import is_tensor_method_or_property
 
 from fxprec.capture.symbolic.questions import NOT_ASKED, asks_for_classes, classes_asked_for
 from fxprec.passes.ops.names import canonical_op
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.table import row_of
 from fxprec.torch_internals import for_fx, node_name_of
 
 #: Torch turns warnings off and on to answer.
@@ -187,7 +187,7 @@ def _is_tensor(node: Node) -> bool:
     if node.op == "placeholder":
         return True
     op = canonical_op(node)
-    rule = None if op is None or _is_number(node) else rule_of(op.name)
+    rule = None if op is None or _is_number(node) else row_of(op.name)
     if rule is None or not isinstance(rule.result, str):
         return False
     return rule.result not in ("none", "unknown") and not rule.result.endswith("*")  # "*": several tensors

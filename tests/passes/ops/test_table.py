@@ -20,7 +20,7 @@ from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.names import canonical_name
 from fxprec.passes.ops.rule import rows, table
 from fxprec.passes.ops.spellings import ALIASES
-from fxprec.passes.ops.table import OP_TABLE, OpRule, rule_of
+from fxprec.passes.ops.table import OP_TABLE, OpRule, row_of
 
 ROOT = Path(__file__).parents[3]
 GENERATE = runpy.run_path(str(ROOT / "docs" / "generate.py"))
@@ -189,9 +189,9 @@ def registered(key: str) -> set[str]:
     }
 
 
-def row_of(aten_name: str) -> OpRule | None:
+def row_of_aten(aten_name: str) -> OpRule | None:
     op = canonical_name(getattr(torch.ops.aten, aten_name), "call_function")
-    return rule_of(op.name) if op is not None else None
+    return row_of(op.name) if op is not None else None
 
 
 def test_autocasts_cuda_lists_and_ours_agree() -> None:
@@ -200,12 +200,12 @@ def test_autocasts_cuda_lists_and_ours_agree() -> None:
         lists["linalg_matrix_sqrth"] = Rule.FULL
     assert registered("AutocastCUDA") - lists.keys() <= {"binary_cross_entropy", "cudnn_convolution", "norm",
                                                           "cudnn_convolution_transpose", "_cudnn_rnn"}  # fmt: skip
-    ours = {name: row.autocast or row.rule for name in lists if (row := row_of(name)) is not None}
+    ours = {name: row.autocast or row.rule for name in lists if (row := row_of_aten(name)) is not None}
     assert ours == lists
 
 
 def test_autocasts_cpu_ops_have_rows() -> None:
-    assert {name for name in registered("AutocastCPU") if row_of(name) is None} == set()
+    assert {name for name in registered("AutocastCPU") if row_of_aten(name) is None} == set()
 
 
 def test_rules_that_differ_from_autocasts_copy_values_are_bound_by_memory_or_take_coordinates() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxprec.passes.graph.annotations import Arrival, Rule
 from fxprec.passes.ops.names import canonical_name
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.table import row_of
 from fxprec.passes.policy.policy import Policy
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -41,15 +41,15 @@ def listed(name: str) -> set[str]:
 
 
 def rules(names: set[str]) -> set[Rule]:
-    return {row.rule for row in map(rule_of, names) if row is not None}
+    return {row.rule for row in map(row_of, names) if row is not None}
 
 
 def test_every_op_of_the_lists_is_here():
-    fp32 = {name for name in listed("FP32") | listed("FP32_SET_OPT_DTYPE") | {"norm"} if rule_of(name) is not None}
+    fp32 = {name for name in listed("FP32") | listed("FP32_SET_OPT_DTYPE") | {"norm"} if row_of(name) is not None}
     assert len(fp32) > 50
-    assert {name for name in fp32 if rule_of(name).autocast is not Rule.FULL} == set()
-    assert {rule_of(name).autocast or rule_of(name).rule for name in listed("LOWER_PRECISION_FP")} == {Rule.LOW}
-    assert {rule_of(name).autocast or rule_of(name).rule for name in listed("PROMOTE")} == {Rule.PROMOTE}
+    assert {name for name in fp32 if row_of(name).autocast is not Rule.FULL} == set()
+    assert {row_of(name).autocast or row_of(name).rule for name in listed("LOWER_PRECISION_FP")} == {Rule.LOW}
+    assert {row_of(name).autocast or row_of(name).rule for name in listed("PROMOTE")} == {Rule.PROMOTE}
 
 
 #: What each spelling gives with inputs x (FP32) and y (low, a product).

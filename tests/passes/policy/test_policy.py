@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 import fxprec
 from fxprec.errors import PolicyError
 from fxprec.passes.graph.annotations import Rule
-from fxprec.passes.ops.table import OP_TABLE, rule_of
+from fxprec.passes.ops.table import OP_TABLE, row_of
 from fxprec.passes.policy.policy import LEVELS, Policy
 
 
@@ -22,7 +22,7 @@ def node(name: str = "linear", stack: dict[str, object] | None = None) -> Node:
 
 
 def resolved(policy: Policy, op: str = "linear", path: str = "", name: str = "n", **more) -> Rule | torch.dtype:
-    return policy.resolve(op, node(name, more.pop("stack", None)), path, rule_of(op), **more)[0]
+    return policy.resolve(op, node(name, more.pop("stack", None)), path, row_of(op), **more)[0]
 
 
 @pytest.fixture
@@ -71,11 +71,11 @@ def test_a_level_far_from_any_suggests_nothing(wrong):
 
 def test_the_reason_is_the_tables_or_the_overrides():
     policy = Policy.preset("O1").override(modules={"encoder.*": torch.float32})
-    assert policy.resolve("linear", node(), "head", rule_of("linear"))[1] == OP_TABLE["linear"].why
-    reason = policy.resolve("linear", node(), "encoder.fc", rule_of("linear"))[1]
+    assert policy.resolve("linear", node(), "head", row_of("linear"))[1] == OP_TABLE["linear"].why
+    reason = policy.resolve("linear", node(), "encoder.fc", row_of("linear"))[1]
     assert reason == "override modules 'encoder.*' = float32"
-    assert "level O3" in Policy.preset("O3").resolve("softmax", node(), "", rule_of("softmax"))[1]
-    assert "level O0" in Policy.preset("O0").resolve("softmax", node(), "", rule_of("softmax"))[1]
+    assert "level O3" in Policy.preset("O3").resolve("softmax", node(), "", row_of("softmax"))[1]
+    assert "level O0" in Policy.preset("O0").resolve("softmax", node(), "", row_of("softmax"))[1]
 
 
 def test_an_op_without_a_row_keeps_its_dtypes_at_every_level():
@@ -150,7 +150,7 @@ def test_where_decides_node_by_node():
     policy = Policy().override(ops={"linear": "keep"}, where=lambda n: torch.float32 if n.name == "head" else None)
     assert resolved(policy, name="head") is torch.float32
     assert resolved(policy, name="body") is Rule.KEEP
-    assert "float32" in policy.resolve("linear", node("head"), "", rule_of("linear"))[1]
+    assert "float32" in policy.resolve("linear", node("head"), "", row_of("linear"))[1]
     with pytest.raises(PolicyError, match="node 'head': 'int8' is no precision"):
         resolved(Policy().override(where=lambda n: torch.int8), name="head")
 

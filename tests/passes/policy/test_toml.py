@@ -8,7 +8,7 @@ from torch.fx import Graph
 
 from fxprec.errors import PolicyError
 from fxprec.passes.graph.annotations import Rule
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.table import row_of
 from fxprec.passes.policy.policy import CustomRule, Override, Policy
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "policy.toml"
@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "policy.toml"
 def resolved(policy: Policy, op: str, path: str, module_class: type = nn.Module) -> Rule | torch.dtype:
     node = Graph().create_node("call_function", torch.relu)
     node.meta["nn_module_stack"] = {path: (path, module_class)}
-    return policy.resolve(op, node, path, rule_of(op))[0]
+    return policy.resolve(op, node, path, row_of(op))[0]
 
 
 FILE = """\
