@@ -18,7 +18,8 @@ Constants = tuple[tuple[str, Hashable], ...]
 #: Names of the arguments that are tensors, and the constants that the others are.
 Key = tuple[tuple[str, ...], Constants]
 
-#: Types of which no program can tell two equal values apart. Their subclasses are objects.
+#: Types of which no program can tell two equal values apart, so that ``==`` compares them. By the exact type: an
+#: instance of a subclass counts as an object, which declines the capture.
 _EXACT: Final = frozenset(
     {type(None), str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type(...)}
 )
@@ -46,7 +47,10 @@ class _Typed(tuple[str, Hashable]):
 
 
 def _hash(value: object) -> int:
-    """Return a hash that agrees with ``same``: a NaN is like another, and a member of an Enum is like itself alone."""
+    """Return a hash that agrees with ``same``.
+
+    That takes all NaNs of a type for equal, and a member of an Enum for no other value (not for its string).
+    """
     if isinstance(value, tuple):
         return hash((type(value), *map(_hash, value)))
     if isinstance(value, enum.Enum):
@@ -83,12 +87,12 @@ def call_key(
             keywords += 1
         else:
             value = parameter.default
-            # A default that no key can hold (a list) is the same object at each call: it needs no place.
-            if value is not inspect.Parameter.empty and (pair := _pair(name, value)) is not None:
-                constants.append(pair)
-            elif value is inspect.Parameter.empty:
+            if value is inspect.Parameter.empty:
                 # Raises: a required argument is missing.
                 signature.bind(*args, **kwargs)
+            # A default that no key can hold (a list) is the same object at each call: it needs no place.
+            elif (pair := _pair(name, value)) is not None:
+                constants.append(pair)
             continue
         if isinstance(value, Tensor):
             names.append(name)
@@ -145,7 +149,7 @@ def _described(value: object) -> str:
 
 
 def plain_constant(value: object) -> bool:
-    """Return whether a value is one that a graph can have built in, and tell from others."""
+    """Return whether a value can be a constant of a graph, and part of a key."""
     return _pair("", value) is not None
 
 

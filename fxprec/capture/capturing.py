@@ -1,9 +1,10 @@
 """Frames every capture: one at a time, with few garbage collections, and an exception where it cannot be done.
 
 Python's garbage collector is held back while graphs are made. A graph is hundreds of thousands of small objects that
-all stay. The collector, which starts whenever there are 700 new ones, and walks through older ones again each time that
-it did so ten times, frees next to nothing: a third of the time of a conversion. Here a million start it, and those that
-are there at the end are old at once: to walk through them once more, cold, takes a tenth.
+all stay. As it is, the collector starts whenever there are 700 new ones, and each tenth time walks through older ones,
+too: that takes a third of the time of a conversion, and frees next to nothing. Here it starts at a million new objects.
+At the end all objects are moved to the oldest generation: to walk through the new ones once more would take a tenth of
+the time of the conversion.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ _OFTEN: Final = 1_000
 
 
 class _Aging:
-    """Makes every object one of the oldest generation, at no cost; not where the user froze some, which would thaw.
+    """Moves all objects to the oldest generation, by ``gc.freeze`` and ``gc.unfreeze``, which costs nothing.
 
-    To count the frozen ones takes as long as to walk through them: once tells that somebody freezes here.
+    Not where the user froze some, which would thaw. To count frozen objects is to walk through them: once some were
+    found, nobody counts again.
     """
 
     def __init__(self) -> None:
@@ -61,15 +63,15 @@ _age_all: Final = _Aging()
 @contextlib.contextmanager
 def fewer_collections() -> Iterator[None]:
     """Within the block the collector starts seldom, in every thread; one that is off, or starts seldomer, stays so."""
-    before = gc.get_threshold()
-    if 0 < before[0] < _NEW:
-        gc.set_threshold(_NEW, _OFTEN, *before[2:])
+    threshold = gc.get_threshold()
+    if 0 < threshold[0] < _NEW:
+        gc.set_threshold(_NEW, _OFTEN, *threshold[2:])
     try:
         yield
     finally:
-        if gc.get_threshold() != before:
+        if gc.get_threshold() != threshold:
             _age_all()
-        gc.set_threshold(*before)
+        gc.set_threshold(*threshold)
 
 
 @contextlib.contextmanager
@@ -77,13 +79,16 @@ def replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
     """Set attributes of modules and classes, and take every one back on the way out, whatever is raised."""
     with contextlib.ExitStack() as stack:
         for owner, name, value in replacements:
-            stack.callback(_restore, owner, name, vars(owner).get(name, _restore))
+            stack.callback(_restore, owner, name, vars(owner).get(name, _ABSENT))
             setattr(owner, name, value)
         yield
 
 
+_ABSENT: Final = object()
+
+
 def _restore(owner: ModuleType | type, name: str, value: Any) -> None:
-    if value is not _restore:
+    if value is not _ABSENT:
         setattr(owner, name, value)
     elif name in vars(owner):
         delattr(owner, name)
@@ -97,7 +102,7 @@ def instead_of(owner: Any, name: str, call: Callable[..., Any]) -> Replacement:
     """Return the replacement of a method by ``call(original, *arguments)``, of a static one by a static one."""
     original, is_static = getattr(owner, name), isinstance(inspect.getattr_static(owner, name), staticmethod)
 
-    # dynamo names its guards after the methods that make them.
+    # ``wraps`` keeps the name: dynamo names its guards after the methods that make them.
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
         return call(original, *args, **kwargs)

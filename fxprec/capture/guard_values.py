@@ -37,7 +37,10 @@ CONTAINERS: Final = _SEQUENCES | _MAPPINGS
 
 
 def is_container(value: Any) -> bool:
-    """Return whether what a value holds is part of what it is, as of a list; a named tuple counts, like any tuple."""
+    """Return whether a value is compared by what it holds: the built-in containers themselves, and named tuples.
+
+    Not their other subclasses, which are compared by identity.
+    """
     return type(value) in CONTAINERS or _is_named_tuple(value)
 
 
@@ -54,7 +57,10 @@ def is_plain(value: Any) -> bool:
 
 
 def snapshot(value: Any) -> Any:
-    """Return what a later value is compared with: the value, or a copy of a container and of those in it."""
+    """Return what a later value is compared with: the value, or a copy of a container and of those in it.
+
+    The ``maxlen`` of a deque and the ``default_factory`` of a dict are left out: they matter for writes alone.
+    """
     kind = type(value)
     if kind in _MAPPINGS:
         copied = value.copy()
@@ -74,6 +80,7 @@ def same(now: Any, then: Any) -> bool:
     object must be the very same.
     """
     if now is then:
+        # A container that may change is no snapshot of itself: nobody knows what it held.
         return type(now) is frozenset or not is_container(now) or is_plain(now)
     kind, was = type(now), type(then)
     if kind is was and kind in _MAPPINGS:
@@ -91,7 +98,7 @@ def same(now: Any, then: Any) -> bool:
     # Range(0) == range(0, 0, 2), slice(0) == slice(0.0).
     if kind in (range, slice):
         return all(map(same, _bounds(now), _bounds(then)))
-    # Equal elements may differ (True and 1): each is compared with the one that it equals.
+    # Equal elements may differ (True and 1): each is compared with the one that it equals, which the dict gives back.
     if kind in (set, frozenset):
         kept = {each: each for each in then}
         return len(now) == len(then) and all(each in kept and same(each, kept[each]) for each in now)

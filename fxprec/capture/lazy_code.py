@@ -30,7 +30,8 @@ from fxprec.passes.graph.subgraphs import every_graph
 #: Attributes of any module, and of graph modules.
 _OF_MODULES: Final = frozenset(dir(nn.Module()))
 _OF_GRAPHS: Final = frozenset(dir(LazyGraphModule({}, Graph())))
-#: What torch.fx would print into its source unescaped, and what looks as if it had been escaped here.
+#: What torch.fx would print into its source unescaped; and an underscore before what looks as if it had been escaped
+#: here (``_x1f_``), so that no two names become one.
 _UNPRINTABLE: Final = re.compile(r'["\\\x00-\x1f\x7f]|_(?=x[0-9a-f]{2}_)')
 
 
@@ -43,7 +44,7 @@ def attribute_path(path: str) -> str:
 # The same few names stand in layer after layer.
 @functools.lru_cache(4096)
 def _free_name(name: str, reserved: frozenset[str] = _OF_MODULES) -> str:
-    """Return a name with an underscore behind a reserved one, and one more behind what looks like that."""
+    """Return a name that a graph module can have: ``code`` -> ``code_``, and so ``code_`` -> ``code__``."""
     bare = name.rstrip("_")
     if name in reserved or bare in reserved or keyword.iskeyword(bare):
         name += "_"
@@ -75,7 +76,7 @@ class _Renaming:
             state[prefix + self._names[path] if path in self._names else key] = value
 
 
-def holding(tensors: Mapping[str, Tensor], graph: Graph, name: str) -> GraphModule:
+def graph_module_with(tensors: Mapping[str, Tensor], graph: Graph, name: str) -> GraphModule:
     """Return a graph module of this name that reads these tensors, and writes its source when it is needed.
 
     Parameters and modules are in the order of the mapping, at paths that a graph module can have.
@@ -99,13 +100,16 @@ def attach(root: nn.Module, path: str, value: Tensor) -> None:
         if part not in root._modules:
             root._modules[part] = nn.Module()
         root = root._modules[part]  # type: ignore[assignment]
-    # Past register_parameter, which asks whether the module has such an attribute, and calls hooks of the user's.
+    # Into the dict itself: register_parameter refuses the name of an attribute, and calls hooks of the user's.
     kind = root._parameters if isinstance(value, nn.Parameter) else root._buffers
     kind[leaf] = value  # type: ignore[assignment]
 
 
 def with_code(gm: GraphModule) -> None:
-    """Make it, and the bodies that it calls, exact in place; from now on ``recompile`` writes the source at once."""
+    """Write the source of a graph module, and of the bodies that it calls, now and whenever one is recompiled.
+
+    They become exact graph modules (``make_exact``), in place. Ops of fused regions stay lazy: mostly a kernel runs.
+    """
     for each in (*every_graph(gm),):
         if not graph_notes(each).region:
             make_exact(each)

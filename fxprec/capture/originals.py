@@ -105,7 +105,8 @@ class Wrappers:
     """The wrappers of one model, which its captures see through.
 
     Attributes:
-        tracing: id of the thread that traces the model symbolically, if one does.
+        tracing: id of the thread that traces the model symbolically, if one does: its calls of wrappers run the user's
+            functions (``model/swapped.py``).
     """
 
     def __init__(self) -> None:
@@ -115,13 +116,14 @@ class Wrappers:
 
     def of_class(self, cls: type[nn.Module], name: str, enter: Callable[..., Any]) -> FunctionType:
         """Make what takes the place of ``cls.name`` in a subclass: ``enter(module, args, kwargs)``."""
-        # A class may get another method later; its descriptor may give another function at each look.
+        # A plain function is looked up at each call, since the class may get another one later. Of a descriptor that
+        # gives another object at each look, the one found now is kept.
         known = unbound_method(cls, name)
         plain = known is getattr(cls, name)
 
         @functools.wraps(known)
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # Only our own captures see this wrapper; they go straight to the user's method.
+            # dynamo looks into this only in captures of our own (``compiled``), which are to trace the user's method.
             if is_dynamo_compiling():
                 return (getattr(cls, name) if plain else known)(self, *args, **kwargs)
             return enter(self, args, kwargs)
@@ -160,7 +162,7 @@ class Wrappers:
     def compiled(self) -> Iterator[None]:
         """Let dynamo look into the wrappers for the time of one compilation."""
         with CAPTURING, contextlib.ExitStack() as stack:
-            # A compilation may meet another one within: dynamo calls the wrapped code.
+            # Compilations nest, as dynamo may run wrapped code in one: the outermost shows the wrappers.
             if not self._compiling:
                 stack.enter_context(shown_to_dynamo([*self._all]))
             self._compiling += 1

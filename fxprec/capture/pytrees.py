@@ -7,6 +7,7 @@ import dataclasses
 from collections import OrderedDict, defaultdict
 from collections.abc import Container, Iterator
 from enum import Enum
+from operator import is_
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from torch import Tensor, dtype, nn
 
 from fxprec.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 
-#: What makes the default of a dataclass's field, where nothing else comes of it.
+#: Default factories of a dataclass's fields that do nothing but make an empty container; or there is none.
 _FRESH: Final = (dataclasses.MISSING, list, dict)
 
 #: What is no container, whatever attributes it has: a part of the program.
@@ -28,7 +29,9 @@ _Parts = tuple[dict[Any, Any], dict[str, Any]]
 
 
 def restore_dtypes(value: Any, low: dtype, done: dict[int, tuple[Any, Any]] | None = None) -> Any:
-    """Return every tensor of the low dtype as FP32, in the container it came in; what is in two places stays one.
+    """Return every tensor of the low dtype as FP32, in the container it came in.
+
+    An object that is there twice is cast once, and stays one object.
 
     Args:
         done: by id what was met so far, and what became of it.
@@ -119,7 +122,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def _widened(value: Tensor) -> Tensor:
-    """Return a tensor as FP32, made in its mode: in inference mode, or with its gradient under no_grad."""
+    """Return a tensor as FP32: of an inference tensor another one; of any other, under no_grad too, with its gradient."""
     with torch.inference_mode(value.is_inference()), torch.set_grad_enabled(not value.is_inference()):
         return value.float()
 
@@ -127,9 +130,11 @@ def _widened(value: Tensor) -> Tensor:
 def _restored_container(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]) -> Any:
     parts = parts_of(value)
     if parts is not None:
-        restored = tuple({key: restore_dtypes(part, low, done) for key, part in of.items()} for of in parts)
-        same = all(new[key] is part for new, of in zip(restored, parts, strict=True) for key, part in of.items())
-        return value if same else _remade(value, *restored)
+        items, attributes = ({key: restore_dtypes(part, low, done) for key, part in held.items()} for held in parts)
+        same = all(map(is_, items.values(), parts[0].values())) and all(
+            map(is_, attributes.values(), parts[1].values())
+        )
+        return value if same else _remade(value, items, attributes)
     leaves, spec = tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
         _restore_attributes(value, low, done)
@@ -141,7 +146,7 @@ def _restored_container(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]
 
 
 def _restore_attributes(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]) -> None:
-    """Restore an object of which one cannot know how to make another: in place, where the original has FP32 too."""
+    """Cast the tensors in an object's attributes, in place, as nobody knows how to make another object of its class."""
     done[id(value)] = value, value  # it may hold itself
     for name, part in attributes_of(value).items():
         restored = part if isinstance(part, _ATOMS) else restore_dtypes(part, low, done)
@@ -151,7 +156,7 @@ def _restore_attributes(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]
 
 def parts_of(value: Any) -> _Parts | None:
     """Return what a container or dataclass holds; None for anything else."""
-    # dynamo, of a graph module, cannot give their __dict__.
+    # Tensors first: where dynamo traces a graph module, they have no ``__dict__`` to look into.
     if isinstance(value, Tensor):
         return None
     attributes = attributes_of(value)

@@ -1,7 +1,8 @@
 """Forwards that run after they have returned: generators, coroutines, asynchronous generators, ``map`` and the like.
 
 A call of such a forward runs none of its code; the caller's steps do, outside of any context that the call was in. So
-what the call returned is wrapped in one of its own kind whose every step runs the inner one's in the net::
+what the call returned is wrapped in one of its own kind, each of whose steps runs the inner one's in the net, which is
+our autocast::
 
     def forward(self, x):                       for y in model(x):    # each y is computed in the net, and FP32
         for layer in self.layers:
@@ -109,7 +110,7 @@ def _steps(inner: Any, context: _Context, restore: _Restore) -> Generator[Any, A
 
 @types.coroutine
 def _step_of(inner: Any, context: _Context) -> Generator[Any, Any, Any]:
-    """Run the steps of something awaitable: what it yields is for the event loop."""
+    """Run the steps of something awaitable; what it yields is for the event loop, and passed on as it is."""
     return (yield from _steps(_Sendable(inner), context, lambda value: value))
 
 

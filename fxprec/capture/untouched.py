@@ -54,6 +54,7 @@ class Contents:
     def restore(self) -> str | None:
         """Undo what was written; the name of the first thing written, or None."""
         written: str | None = None
+        # In the order in which they were added.
         for container, saved, label in self._kept.values():
             of_class = isinstance(container, type)
             now = dict(vars(container)) if of_class else container
@@ -146,11 +147,11 @@ def _joined(path: str, name: str) -> str:
 class RandomState:
     """The global random number generators: torch's (every initialized CUDA device too), Python's, numpy's if imported.
 
-    Only numbers that are drawn while tracing move them: these would be constants in the graph. A traced dropout is not
-    run, and moves nothing. Nothing waits for a device.
+    One that has moved tells that the forward drew numbers while it was traced, which would be constants in the graph.
+    (A traced dropout is recorded, and does not run.) Nothing waits for a device.
 
     Args:
-        only_torch: no others than torch's, whose state is had a hundred times as fast.
+        only_torch: torch's alone, whose state is read a hundred times as fast as Python's and NumPy's.
     """
 
     def __init__(self, only_torch: bool = False) -> None:
@@ -191,7 +192,7 @@ def copied_inputs(
 
     What belongs to the model stays itself, and so does an argument that cannot be copied (a lock, a generator).
     """
-    # In the memo they are copied already, by themselves.
+    # What is in the memo deepcopy takes for copied: these stand for themselves.
     parts = (*model.modules(), *model.parameters(), *model.buffers())
     memo: dict[int, Any] = {id(part): part for part in parts}
 
@@ -217,7 +218,8 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     result = copy.deepcopy(detached, memo) if _has_memory_of_its_own(tensor) else detached.clone()
     if tensor.requires_grad:
         result.requires_grad_()
-        if not tensor.is_leaf:  # which may be written in place
+        # A clone is no leaf either: the forward may write to it in place, as to no leaf that requires a gradient.
+        if not tensor.is_leaf:
             with torch.enable_grad():
                 result = result.clone()
     # Such as the sizes that torch._dynamo.mark_dynamic named.

@@ -26,7 +26,7 @@ _LIBRARIES: Final = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, 
 
 
 def _out_of_libraries(frame: FrameType | None) -> tuple[int, FrameType | None]:
-    """Return how many frames lie below the first one of the user's, which is 1 for ``frame`` itself, and that one."""
+    """Return the innermost frame of the user's, from ``frame`` outwards, and its level: 1 is ``frame`` itself."""
     level = 1
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
@@ -55,7 +55,7 @@ _INSTALLED: Final = (
 
 
 def is_installed(file: str) -> bool:
-    """Return whether code of this file is of an installed package, and not the user's own."""
+    """Return whether a file is not the user's own: of an installed package, the standard library, or fxprec."""
     return file.startswith(_INSTALLED)
 
 
@@ -65,14 +65,14 @@ def place(file: str, line: int | str, function: str) -> str:
     return f"{file}:{line} in {name}"
 
 
-#: Packages whose functions and classes are taken for pure, or record what they do.
+#: Packages whose functions and classes are taken for pure, or are recorded in the graph when they get a traced value.
 _PACKAGES: Final = frozenset({"torch", "fxprec", "triton", "numpy", "typing_extensions"})
 _PURE: Final = frozenset(
     "_abc _bisect _collections _collections_abc _functools _heapq _operator _struct _weakrefset abc bisect cmath "
     "collections copy copyreg contextlib dataclasses enum functools heapq itertools keyword math numbers operator re "
     "statistics string struct textwrap types typing".split()
 )
-#: Parts of trusted packages that are not.
+#: How the names of modules, or of ``module.type``, begin that are not trusted, of packages that are.
 _UNTRUSTED: Final = (
     *("numpy.random", "torch.random", "torch.cuda.random", "functools._lru_cache_wrapper"),
     *("torch.backends", "torch.cuda.memory", "torch.cuda.graphs", "torch.distributed.distributed_c10d"),

@@ -16,7 +16,7 @@ import fxprec
 import fxprec.programs.packed_weights
 from fxprec.capture import capturing
 from fxprec.capture.capturing import fewer_collections
-from fxprec.capture.lazy_code import holding, with_code
+from fxprec.capture.lazy_code import graph_module_with, with_code
 from fxprec.capture.symbolic.trace import trace_static
 from fxprec.model.conversion import conversion_of
 
@@ -88,7 +88,7 @@ class TestSource:
         model.register_buffer("table", torch.ones(2), persistent=True)
         tensors = {**dict(model.named_parameters()), "table": model.table, "0.deep.er.table": torch.ones(1)}
         graph = symbolic_trace(net()).graph
-        gm = holding(tensors, graph, "Named")
+        gm = graph_module_with(tensors, graph, "Named")
         assert type(gm).__name__ == "Named" and "_code" not in vars(gm)
         assert gm.graph is graph and graph.owning_module is gm
         found = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}

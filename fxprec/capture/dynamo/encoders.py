@@ -44,8 +44,9 @@ def encoder_forward(
 ) -> Any:
     """Run ``nn.TransformerEncoder.forward`` with zeros where the fused path has them. dynamo traces this in its place.
 
-    The path is for masks whose padding is at the end, which only the values tell; with ``mask_check=False`` torch takes
-    it when it is compiled, too.
+    torch takes the path only if all padding is at the end of its row, which the mask's values tell: that is computed in
+    the graph. With ``mask_check=False`` it does not look, and takes the path when it is compiled, too: there is nothing
+    to do.
     """
     output = nn.TransformerEncoder.forward(encoder, src, mask, src_key_padding_mask, is_causal)
     if not _drops_padding(encoder, src, mask, src_key_padding_mask):
@@ -55,6 +56,7 @@ def encoder_forward(
     positions = torch.arange(valid.size(1), device=valid.device)
     at_the_end = (valid == (positions < valid.sum(1, keepdim=True))).all()
     empty = torch.zeros_like(output)
+    # The fused path pads before the norm at the end.
     if encoder.norm is not None:
         empty = encoder.norm(empty)
     return torch.where((at_the_end & ~valid).unsqueeze(-1), empty, output)

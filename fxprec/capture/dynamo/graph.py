@@ -84,7 +84,8 @@ def _name_weights(
     """Turn the placeholders of weights back into get_attr nodes.
 
     Returns:
-        positions of weights by name, and of the inputs; whose frame was captured, if a weight tells.
+        positions of weights by name, and of the inputs; the path of the module whose frame was captured, or None if no
+            weight tells.
     """
     # Of tied weights the first name counts, as in ``named_parameters``.
     names = {id(value): (name, "buffer") for name, value in model.named_buffers()}
@@ -119,7 +120,8 @@ def _name_weights(
 def _ask_sizes(gm: GraphModule, positions: Sequence[int]) -> tuple[int, ...]:
     """Ask the tensors for the sizes that dynamo passes beside them; the positions of the inputs that are left."""
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
-    # dynamo passes a size that may change beside the tensor that has it; a graph of ours takes tensors.
+    # dynamo passes a size that may change beside the tensor that has it; a graph of ours takes tensors. Reversed: of
+    # several dimensions of one size the first one of the first tensor counts.
     sizes = {
         size.node.expr: (node, dimension)
         for node in reversed(placeholders)
@@ -140,6 +142,7 @@ def _ask_sizes(gm: GraphModule, positions: Sequence[int]) -> tuple[int, ...]:
             continue
         with gm.graph.inserting_before(first):
             size = gm.graph.call_method("size", asked)
+        # For the report the size belongs where it is read first.
         reader = next(iter(node.users), node)
         size.meta = {key: reader.meta[key] for key in ("stack_trace", "nn_module_stack") if key in reader.meta}
         size.meta["example_value"] = value
@@ -156,7 +159,11 @@ def source_of(note: Any) -> str | None:
 
 
 def _path_of_frame(source: str | None, name: str) -> str | None:
-    """Return where the module of an inner frame sits in the model, told from one of its weights' two names."""
+    """Return where the module of an inner frame sits in the model, told from one of its weights' two names.
+
+    ``L['self']._modules['fc']._parameters['weight']`` is ``fc.weight`` in the frame, and ``encoder.fc.weight`` in the
+    model: the module is ``encoder``.
+    """
     if source is None:
         return None
     local = clean_path(source.replace("._parameters['", "._modules['").replace("._buffers['", "._modules['"))

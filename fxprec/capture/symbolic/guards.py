@@ -69,7 +69,7 @@ Asked = tuple[Slot, Callable[[Tensor], Any], Any]
 class Reads:
     """Record of what was read of one module: ``values`` and ``tensors`` of the instance.
 
-    ``missing``: names found on the class that the instance must not override. ``absent``: names found nowhere.
+    ``of_class``: names found on the class, which the instance must not hide. ``absent``: names found nowhere.
     ``walked``: which of ``_modules``, ``_parameters``, ``_buffers`` were read as a whole (``children()``, ``len``).
     """
 
@@ -78,7 +78,7 @@ class Reads:
     called: bool = False
     values: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    missing: set[str] = field(default_factory=set)
+    of_class: set[str] = field(default_factory=set)
     absent: set[str] = field(default_factory=set)
     walked: set[str] = field(default_factory=set)
 
@@ -134,7 +134,7 @@ class Guards(CapturedFacts):
                 *_tensors(slots, ties, asked),
             ]
         )
-        #: For people: what the user's own code read, but for children, hooks, functions, classes and modules.
+        #: For the report: names of the values and tensors that the user's own code read.
         self.read_by_user = tuple(
             dict.fromkeys(
                 [each.label for each in values if each.exact and not isinstance(each.value, PARTS_OF_PROGRAMS)]
@@ -163,7 +163,7 @@ def _hooks(called: Sequence[Reads]) -> Fact:
 def _missing(reads: Sequence[Reads]) -> list[Fact]:
     """Return the facts that names which were found on a class, or nowhere, are not on the instance by now."""
     # A name that was found nowhere may appear in the instance, among its parts, or in a class.
-    names = [(vars(read.module), name, read) for read in reads for name in sorted(read.missing)]
+    names = [(vars(read.module), name, read) for read in reads for name in sorted(read.of_class)]
     for read in reads:
         attributes, classes = vars(read.module), original_class(read.module).__mro__
         for name in sorted(read.absent):
@@ -195,7 +195,9 @@ def _values_of(reads: Iterable[Reads]) -> Iterator[Expected]:
 def _parts_of(read: Reads, hooked: bool) -> Iterator[Expected]:
     """Yield guards of a module's children, as a copy, of the dicts of its tensors, and of its hooks if it was called.
 
-    Identical dicts compare as equal without a look inside, so a replaced dict of hooks shows, if it holds any.
+    A dict that is compared with itself is equal without a look inside. So of the dicts of tensors and hooks only
+    another dict shows (hooks that are added are seen by ``_hooks``, tensors by ``_Slots``). Of the children a copy is
+    compared.
     """
     attributes = vars(read.module)
     for name in (*PARTS, *(HOOKS if hooked else ())):
@@ -225,8 +227,7 @@ class _Part(Expected):
 class _Slots:
     """Parameters and buffers: the type in each slot, NoneType for none, so that a changed bias or a DTensor shows.
 
-    And which of them are one tensor. As long as they are the very tensors of the capture, which its graph keeps,
-    nothing else is asked.
+    And which of them are one tensor. As long as they are the very tensors of the capture, nothing else is asked.
     """
 
     def __init__(self, reads: Sequence[Reads]) -> None:
@@ -238,7 +239,8 @@ class _Slots:
         ]
         self._slots = [slots.values() for _, slots in owners]
         self._labels = [prefix + name for prefix, slots in owners for name in slots]
-        self._ended = [*self._slots, (_END,)]  # one tensor less shows
+        # With something at the end, so that one tensor less shows: the comparison stops where one of the two ends.
+        self._ended = [*self._slots, (_END,)]
         self._tensors = [*chain.from_iterable(self._ended)]
         self._types = [*map(type, self._now())]
         self._ties = Ties(lambda: owners)

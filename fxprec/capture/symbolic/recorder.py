@@ -32,7 +32,7 @@ _STANDARD: Final = frozenset(vars(nn.Module()))
 _INTERNAL: Final = frozenset(dir(nn.Module())) - {"training", *PARTS}
 _METHODS: Final = _INTERNAL - _STANDARD - {CALLED_THROUGH}
 _SHAPE: Final = attrgetter("shape")
-_FACTS: Final = attrgetter("shape", "dtype", "device", "requires_grad")
+_ATTRIBUTES_OF_TENSORS: Final = attrgetter("shape", "dtype", "device", "requires_grad")
 _MISSING: Final = object()
 
 #: Classes of torch, by name (most are imported only when used), and why static capture leaves them to dynamo.
@@ -56,7 +56,7 @@ _UNFIT: Final = {
 
 
 def unfit(module: nn.Module) -> str | None:
-    """Return why a module, whatever its forward does, is left to dynamo, as a predicate; None where it is not."""
+    """Return why a module, whatever its forward does, is left to dynamo, as "is a lazy module"; None if it is not."""
     return _unfit_class(type(module)) or _unfit_object(_attributes(module))
 
 
@@ -82,7 +82,7 @@ def _unfit_object(attributes: dict[str, Any]) -> str | None:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return ``vars(module)``, past the ``__getattribute__`` that counts who reads it."""
+    """Return ``vars(module)``, without recording a read of it."""
     return object.__getattribute__(module, "__dict__")
 
 
@@ -130,9 +130,10 @@ class Recorder:
                         self._ties.append((slot, self.slots[id(tensor)][1]))
                     else:
                         self.slots[id(tensor)] = (kind, slot)
+        # What a forward writes to a class (``type(self).calls += 1``) is put back: the user's, or a converted model's.
         for cls in self._classes | swapped:
             if not is_trusted(cls):
-                self.surroundings.contents.add(cls)  # type(self).calls += 1
+                self.surroundings.contents.add(cls)
 
     def getattribute(self) -> Callable[[nn.Module, str], Any]:
         """Make the method that takes the place of ``nn.Module.__getattribute__``, which is object's, in a trace."""
@@ -200,12 +201,12 @@ class Recorder:
     def guards(self) -> Guards:
         """Return the guards of everything read so far."""
         found = self.surroundings
-        # A class is asked for without a read of its module.
+        # ``type(module)`` is no read of an attribute, and nothing tells of it: the classes of all modules are guarded.
         if (why := found.guard_model_classes(self._classes)) is not None:
             self._decline(f"asks for types, and may read {why}")
         # Tensors outside of the model are constants: their shapes may have been read.
         for label, tensor in found.tensors.values():
-            self._add_asked(Slot({"": tensor}, "", label), _FACTS)
+            self._add_asked(Slot({"": tensor}, "", label), _ATTRIBUTES_OF_TENSORS)
         return Guards(
             self._root,
             [*self._reads.values()],
@@ -231,7 +232,7 @@ class Recorder:
                 if module is not self._root or name != "forward":
                     self._read(reads, name, attributes[name])
         if "forward" not in attributes and module is not self._root:
-            reads.missing.add("forward")
+            reads.of_class.add("forward")
         return reads
 
     def _about_to_read(self, reads: Reads, name: str) -> None:
@@ -247,16 +248,17 @@ class Recorder:
         if name in PARTS:
             reads.walked.add(name)
         if name in _TENSORS:
-            # for instance by next(self.parameters()).device: what needs no arithmetic is open to the forward
+            # The forward gets the real tensors (``next(self.parameters()).device``). It may read what takes no
+            # arithmetic, so that is guarded of all of them.
             for tensor_name in value:
-                self._add_asked(Slot(value, tensor_name, reads.label(tensor_name)), _FACTS)
+                self._add_asked(Slot(value, tensor_name, reads.label(tensor_name)), _ATTRIBUTES_OF_TENSORS)
             return
         if name == "_modules" or (name.startswith("__") and name.endswith("__")):
             return
         if name in attributes:
             if isinstance(value, Tensor):
                 reads.tensors[name] = value
-                self._add_asked(Slot(attributes, name, reads.label(name)), _FACTS)
+                self._add_asked(Slot(attributes, name, reads.label(name)), _ATTRIBUTES_OF_TENSORS)
             elif value is attributes[name]:
                 self._look_at(reads, name, value)
                 reads.values[name] = remembered(value)
@@ -265,7 +267,7 @@ class Recorder:
             return
         # Found on the class: the instance must not hide it, and its code is read.
         if _raw(original_class(reads.module), name) is not _MISSING:
-            reads.missing.add(name)
+            reads.of_class.add(name)
             self.traces_method(reads.module, name)
 
     def _look_at(self, reads: Reads, name: str, value: Any) -> None:

@@ -35,10 +35,10 @@ Which attributes of a class matter depends on the names in all code that the tra
 in many ways. Names and classes come up in any order:
 
 - Each class is compared with the names that are known when it is met, and each later name with the classes met before
-  (``_may_name``). Each of the two also has the fact that a class goes on lacking a name that it lacks (``absent``).
-- A class with an opaque attribute of a known name is opaque: the trace stops where code reads the class.
-- Where the class came first, the trace has let it pass: then it stops at the code that has the name, of the function in
-  which it comes up and of each one after that.
+  (``_may_name``). What a class has under a name is a fact; that it lacks a name is one, too (``absent``).
+- A class that has something opaque under a known name is opaque: the trace stops where code reads the class.
+- Where the class came first, the trace has let it pass: then it stops at code that mentions the name, in the function
+  with which it comes up and in each one after that.
 
 Code of large packages leads to thousands of functions that a forward never calls. So the walk reads the code of some
 functions at once; that of others is read when the trace calls them, before their first instruction.

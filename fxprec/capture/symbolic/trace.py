@@ -35,7 +35,7 @@ from torch.fx import GraphModule
 from torch.fx import traceback as fx_traceback
 
 from fxprec.capture.capturing import CAPTURING, CaptureDeclined
-from fxprec.capture.lazy_code import holding
+from fxprec.capture.lazy_code import graph_module_with
 from fxprec.capture.symbolic.guards import Guards
 from fxprec.capture.symbolic.opaque_code import trips
 from fxprec.capture.symbolic.recorder import unfit
@@ -87,7 +87,8 @@ def trace_static(
     with CAPTURING, contextlib.ExitStack() as stack:
         if is_fx_tracing():
             raise CaptureDeclined("another torch.fx trace is running")
-        # Constants made now serve every later call, whatever modes the caller of this one is in.
+        # Constants made now serve every later call, whatever modes the caller of this one is in: they must be no
+        # inference tensors, and may need gradients.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
@@ -174,19 +175,25 @@ def _trace(tracer: ForwardTracer, root: nn.Module) -> fx.Graph:
 
 
 def _leave_contexts(error: BaseException) -> None:
-    """End the generators that the trace was interrupted in: that of a checkpoint would keep its saved-tensor hooks."""
+    """Clear the frames of a trace that was interrupted, so that generators in them end.
+
+    That of a checkpoint would otherwise keep its saved-tensor hooks.
+    """
     traceback.clear_frames(error.__traceback__)
     error.__traceback__ = None
 
 
 def _check_constants(tracer: ForwardTracer, graph: fx.Graph) -> None:
-    """Decline a graph that would change a constant, or give one away: the next call would not get it afresh."""
+    """Decline a graph that writes to a constant, or returns one that the forward makes anew at each call.
+
+    Constants of a graph live across its calls.
+    """
     # Views of a constant are constants: the list grows on the way.
     constants = {node for node in graph.find_nodes(op="get_attr", sort=False) if notes(node).kind == "constant"}
     if not constants:
         return
-    # The original makes them anew at each call.
-    fresh = {node for node in constants if node.target in tracer.made}
+    # Made while tracing, as by ``torch.arange``; the others are attributes of modules.
+    fresh = {node for node in constants if node.target in tracer.constant_targets}
     for node in graph.nodes:
         if node.op == "get_attr":
             continue
@@ -217,7 +224,7 @@ def _graph_module(tracer: ForwardTracer, graph: fx.Graph, name: str, training: b
             used.add(node.target)
         else:  # for instance of `if self.bias is not None`
             graph.erase_node(node)
-    gm = holding({path: tensor for path, tensor in tracer.attributes.items() if path in used}, graph, name)
+    gm = graph_module_with({path: tensor for path, tensor in tracer.attributes.items() if path in used}, graph, name)
     gm.training = training
     return gm
 
@@ -237,8 +244,8 @@ def propagate_shapes(gm: GraphModule, tensors: Sequence[Tensor]) -> bool:
     alike: dict[object, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
-        # Of an alias: the mode, which the values keep, refers weakly to what it saw, and ``torch.utils.swap_tensors``
-        # refuses a tensor that somebody refers to so.
+        # Of an alias: the mode, which the values keep alive, has weak references to what it saw, and
+        # ``torch.utils.swap_tensors`` refuses a tensor with such.
         with disable_current_modes():
             alias = tensor.detach()
         return _widened(mode.from_tensor(alias).requires_grad_(tensor.requires_grad))

@@ -42,13 +42,13 @@ class RealTensorOps(OpMode):
     """Lets constants be made (``torch.arange(n)``), and declines before a weight is read or written, or a number drawn.
 
     Attributes:
-        made: the tensors made while tracing, by id.
+        tensors: those that were made while tracing, by id.
     """
 
     def __init__(self, decline: Callable[[str], NoReturn]) -> None:
         super().__init__()
         self._decline = decline
-        self.made: dict[int, Tensor] = {}
+        self.tensors: dict[int, Tensor] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -59,12 +59,12 @@ class RealTensorOps(OpMode):
         # This one brings in a tensor made of Python numbers.
         if func is not torch.ops.aten.lift_fresh.default:
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor) and id(leaf) not in self.made:
+                if isinstance(leaf, Tensor) and id(leaf) not in self.tensors:
                     self._decline(f"computes with the values of a tensor while tracing ({func})")
         result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self.made[id(leaf)] = leaf
+                self.tensors[id(leaf)] = leaf
         return result
 
 
@@ -97,12 +97,12 @@ class ForwardTracer(fx.Tracer):
     Attributes:
         recorder: what was read of the modules.
         attributes: value of every get_attr target: parameters, buffers, and tensors made while tracing.
-        made: targets of the tensors that were made while tracing.
+        constant_targets: targets of the tensors that were made while tracing.
         declined: the first decline, even if the forward caught it.
-        ended: its values are of no more use.
+        ended: the trace is over. A trace that meets a value of it that was left behind declines.
     """
 
-    #: For graph modules of ours: their nodes are to be traced like a forward, not copied.
+    #: Read by graph modules of ours (``passes/graph/exact_graph.py``): these run as a forward, and are not copied.
     looks_into_graphs: Final = True
 
     def __init__(
@@ -117,7 +117,7 @@ class ForwardTracer(fx.Tracer):
         self.lines = SourceLines(ForwardTracer._run_forward.__code__)
         self.recorder = Recorder(root, self.decline)
         self.attributes: dict[str, Any] = {}
-        self.made: set[str] = set()
+        self.constant_targets: set[str] = set()
         self.declined: CaptureDeclined | None = None
         self._forward, self._arguments, self._names, self._path = forward, arguments, names, path
         self._values: dict[str, TracedValue] = {}
@@ -149,7 +149,10 @@ class ForwardTracer(fx.Tracer):
         return self._unpacks[code]
 
     def trace(self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        """Trace, through functions given to ``torch.fx.wrap`` too: as leaves, what they compute would stay unseen."""
+        """Trace, through functions given to ``torch.fx.wrap`` too.
+
+        fx would record a call of one as a single node, and what it computes would stay unseen.
+        """
         owner, attribute, wrapped = wrapped_functions()
         leaves = {key: scope for key, scope in wrapped.items() if key[1] not in scope}  # builtins, such as len
         try:
@@ -163,12 +166,12 @@ class ForwardTracer(fx.Tracer):
             self._arguments.arguments[name] = self.create_proxy("placeholder", name, (), {})
         order = self._arguments.signature.parameters
         self._arguments.arguments = {n: self._arguments.arguments[n] for n in order if n in self._arguments.arguments}
-        # A method's annotations would become the graph's.
+        # A lambda, since fx takes the annotations of a method over to the graph.
         return lambda: self._run_forward(), []
 
     def _run_forward(self) -> Any:
         patches = [*tripwires(self.decline), (nn.Module, "__getattribute__", self.recorder.getattribute())]
-        # The modules around a method are on the stack, as if they had been called.
+        # Of a submodule's method: the modules on its path are on the stack, as if they had been called.
         owner = self.root
         for part in self._path.split(".") if self._path else ():
             owner = owner.get_submodule(part)
@@ -245,7 +248,7 @@ class ForwardTracer(fx.Tracer):
             self._accept(target)
         elif kind == "call_method" and target in _DECLINED_METHODS:
             self.decline(_DECLINED_METHODS[target])
-        # A GraphModule runs: its nodes hand theirs on.
+        # A GraphModule is interpreted (``trace._interpreted``): fx copies the meta of its nodes to the new ones.
         if has_preserved_node_meta():
             node = super().create_node(kind, target, args, kwargs, name, type_expr)
         else:
@@ -271,7 +274,7 @@ class ForwardTracer(fx.Tracer):
             return a.node
         # The caller gets a Size, as from the original.
         if kind is torch.Size and self._returning:
-            return self._made(a, (tuple([self.create_arg(element) for element in a]),), {})
+            return self._object_node(a, (tuple([self.create_arg(element) for element in a]),), {})
         # By the exact type first: these are nearly all, and isinstance asks proxies.
         if kind is tuple or kind is torch.Size:
             return tuple([self.create_arg(element) for element in a])
@@ -284,11 +287,11 @@ class ForwardTracer(fx.Tracer):
         if isinstance(a, Tensor):
             return self._tensor(a)
         if isinstance(a, tuple) and hasattr(kind, "_fields") and made_by_namedtuple(kind) and not has_more_than(a, ()):
-            return self._made(a, tuple([self.create_arg(element) for element in a]), {})
+            return self._object_node(a, tuple([self.create_arg(element) for element in a]), {})
         if made_by_dataclass(kind):
             values = {field.name: self.create_arg(getattr(a, field.name)) for field in fields(kind)}  # type: ignore[arg-type]
             if not has_more_than(a, values):
-                return self._made(a, (), values)
+                return self._object_node(a, (), values)
         # A coroutine that nobody awaits makes Python warn.
         if is_stepwise(a):
             close_steps(a)
@@ -300,7 +303,7 @@ class ForwardTracer(fx.Tracer):
             self.decline(f"makes a {kind.__name__}, whose constructor does more than hold its fields")
         return super().create_arg(a)
 
-    def _made(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    def _object_node(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         """Return the node that makes an object, one however often it is passed on."""
         if id(value) not in self._objects:
             self._objects[id(value)] = value, self.create_node("call_function", type(value), args, kwargs)
@@ -328,12 +331,14 @@ class ForwardTracer(fx.Tracer):
             self.decline(f"uses a {type(tensor).__name__} that is no parameter or buffer")
         path = self.tensor_attrs.get(tensor)
         if path is None:
-            if id(tensor) not in self._real.made:
+            if id(tensor) not in self._real.tensors:
                 self.decline("uses a tensor that is no attribute of the model")
             # A graph module that is converted has constants of its own, under such names.
-            taken = self.made.union(slot.path for _, slot in self.recorder.slots.values())
-            path = next(p for n in itertools.count(len(self.made)) if (p := f"_tensor_constant{n}") not in taken)
-            self.made.add(path)
+            taken = self.constant_targets.union(slot.path for _, slot in self.recorder.slots.values())
+            path = next(
+                p for n in itertools.count(len(self.constant_targets)) if (p := f"_tensor_constant{n}") not in taken
+            )
+            self.constant_targets.add(path)
             self.tensor_attrs[tensor] = path
         if path not in self._values:
             self._values[path] = self.proxy(self._attribute(path, "constant", tensor))
