@@ -122,7 +122,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def _widened(value: Tensor) -> Tensor:
-    """Return a tensor as FP32: of an inference tensor another one; of any other, under no_grad too, with its gradient."""
+    """Return a tensor as FP32: of an inference tensor another one, else with its gradient, under ``no_grad`` too."""
     with torch.inference_mode(value.is_inference()), torch.set_grad_enabled(not value.is_inference()):
         return value.float()
 
