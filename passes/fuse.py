@@ -185,6 +185,7 @@ def _replace(gm: GraphModule, region: Region, name: str, seeds: _Seeds, prices: 
 def _graph_module(name: str, region: Region, inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
     graph = Graph()
     values: dict[Node, Node] = {}
+    # An input is a placeholder here, whatever made it: no op, no cast of ours, and no weight.
     for source in inputs:
         values[source] = graph.placeholder(source.name)
         values[source].meta = {

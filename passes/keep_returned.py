@@ -178,7 +178,8 @@ def _route_readers(graph: Graph, handed_out: list[Node], recorded: Mapping[Node,
         if not recorded.get(_in_place_versions(source)[0]):
             continue
         after = max(last_write.get(roots[source], source), source)
-        while after.op != "output" and not recorded.get(after, True):  # a cast under no_grad would end the gradient
+        # A cast under no_grad would end the gradient.
+        while after.op != "output" and not recorded.get(after, True):
             after = after.next
         readers = _readers_behind(after, source, returned, position)
         moved = _moved_along(returned, after, position)

@@ -186,7 +186,8 @@ class Annotations:
 def notes(node: Node) -> Annotations:
     """Return the annotations of a node; assigning to a field writes it.
 
-    It is asked a hundred times a node, so the view is made in the shortest way: without a call of ``__init__``.
+    A misspelled field would be written without a word, but for pyright, which reports it. The view is made in
+    the shortest way, without a call of ``__init__``: it is asked for a hundred times a node.
     """
     view = Annotations()
     view.__dict__ = node.meta

@@ -61,7 +61,7 @@ def alias_roots(graph: Graph, sources: Callable[[Node], Iterable[Node]] | None =
             others = (*others, *[outside.setdefault(key, node) for key in keys])
         for other in others:
             if other in parent:  # the graph of a region names nodes of the graph around, which are not its own
-                first, second = sorted((root(other), root(node)))
+                first, second = sorted((root(other), root(node)))  # in the order of the graph
                 parent[second] = first
     return {node: root(node) for node in parent}
 
