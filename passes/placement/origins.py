@@ -117,8 +117,8 @@ class Origins:
         A constant that is filled with a count, a number or a value (``full_like(h, n)``), is one only if it needs its
         digits.
         """
-        filled = node in self._filled or facts_at(node).example
-        return (self._known.get(node) is Origin.COUNT and not filled) or node in self._digits_needed
+        counted = self._known.get(node) is Origin.COUNT and node not in self._filled and not facts_at(node).example
+        return counted or node in self._digits_needed
 
     def may_count(self, node: Node) -> bool:
         """Return whether a value is made of an input of unknown dtype, and of constants."""
