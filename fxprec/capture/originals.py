@@ -76,7 +76,7 @@ def unbound_method(cls: type[nn.Module], name: str) -> Callable[..., Any]:
             return found(*args, **kwargs)
 
     elif not has_signature(found):
-
+        # A descriptor of a built-in function, say: what it gives is asked for at each call.
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return raw.__get__(self, type(self))(*args, **kwargs)
 

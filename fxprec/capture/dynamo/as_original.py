@@ -70,7 +70,7 @@ def traced(
                 # They leave the autocast regions that the frame is in where its trace ends, and so come first.
                 frame.output.call_cleanup_hooks()
 
-    # The dtypes come last, so that they are followed before a look at the node ends the trace.
+    # The dtypes' patches come last, and so around these: they see a call before one of these ends the trace.
     looking = [
         instead_of(classes.graph, "create_node", _create_unless_it_shows),
         before(classes.torch_function, "call_function", _refuse_to_tell),

@@ -9,7 +9,8 @@ has none::
         return self.fc(x)
 
 What a frame catches at an instruction is read from the exception table of its code. ``finally``, ``with``, and clauses
-for errors that no op raises (``KeyError``) let the trace go on; a clause whose classes cannot be told ends it.
+for errors that no op raises (``KeyError``) let the trace go on. A clause whose classes cannot be told ends it, and a
+``finally`` with a ``return`` in it.
 """
 
 from __future__ import annotations
@@ -146,11 +147,17 @@ def _clauses(code: _Code, target: int, frame: FrameType) -> list[Any]:
                 if not starred:
                     return [*found, BaseException]
             elif name.startswith(_STATEMENTS):
-                return found
+                return found or ([BaseException] if _may_be_left(code, target) else [])
             else:
                 _evaluate(instruction, stack, frame)
         place = following
     return found
+
+
+def _may_be_left(code: _Code, target: int) -> bool:
+    """Return whether a ``finally`` may end the error, by a ``return`` or ``break``; otherwise it raises it again."""
+    rest = (each.opname for each in code.instructions[code.places[target] :])
+    return next((name for name in rest if name in ("POP_EXCEPT", "RERAISE")), "") == "POP_EXCEPT"
 
 
 def _evaluate(instruction: dis.Instruction, stack: list[Any], frame: FrameType) -> None:

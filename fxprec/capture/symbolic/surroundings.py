@@ -27,9 +27,10 @@ Wherever the walk ends at something that may change unseen, it says why, and the
     def forward(self, x):
         return helper(self.fc(x), Settings)
 
-    look_at(forward)  reads its code: the globals helper and Settings
-    look_at(helper)   reads its code: no globals, the name "scale"; fact: ``helper`` is this function, with this code
-    look_at(Settings) facts: ``Settings`` is this class, ``Settings.scale`` is 2.0; nobody has named "rng" so far
+    look_at(forward)     its code reads the globals ``helper`` and ``Settings``
+    look_at(helper)      its code mentions the name "scale"; fact: the global ``helper`` is this function
+    look_at(Settings)    facts: the global ``Settings`` is this class, and ``Settings.scale`` is 2.0; no code so far
+                         mentions "rng", whose value is opaque
 
 Which attributes of a class matter depends on the names in all code that the trace may run, since code may get a class
 in many ways. Names and classes come up in any order:

@@ -110,6 +110,13 @@ def chosen_class(self: Any, x: Tensor) -> Tensor:
         return self.fc(x)
 
 
+def returns_at_the_end(self: Any, x: Tensor) -> Tensor:
+    try:
+        x = x @ x
+    finally:
+        return self.fc(x)  # noqa: B012
+
+
 def outer(self: Any, x: Tensor) -> Tensor:
     try:
         try:
@@ -197,6 +204,7 @@ def net(forward: Callable[..., Any]) -> nn.Module:
     "forward",
     [
         *(one_clause, second_clause, no_class, no_class_behind_others, starred, computed_classes, chosen_class),
+        returns_at_the_end,
         *(outer, by_a_callee, suppressed, by_an_exit, by_a_generator),
     ],
     ids=lambda forward: forward.__name__,
