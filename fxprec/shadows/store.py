@@ -150,8 +150,9 @@ class ShadowStore:
     =====================  ==========================  ====================  ===========================================
     state                  set by                      cleared by            the next read
     =====================  ==========================  ====================  ===========================================
-    ``_entered``           ``begin``                   a recording read      copies all but the written ones, if it
-                                                                             records gradients and none are accumulated
+    ``_entered``           ``begin``                   a recording read      copies all but the written ones, if grad
+                                                                             mode is on and a weight wants a gradient,
+                                                                             unless ``_held``
     ``_stale``             ``mark_stale``, a step,     a copy of all         copies all but the written ones
                            ``begin`` if ``_unseen``
     ``_written`` (ids)     an optimizer of ours        a copy, a step,       leaves these out
@@ -161,8 +162,8 @@ class ShadowStore:
                                                        ``note_written``      itself, and not through its alias
     ``_unseen`` (ids)      a weight that may be        its end               (``begin`` marks all stale)
                            written without a sign
-    ``_held``              the first recording read    the end of the        copies on a sign of change alone
-                           within ``accumulating``     block
+    ``_held``              the first recording read    the end of the        copies on a sign of change alone: a version,
+                           within ``accumulating``     block                 an address, a sample, or ``_stale``
     =====================  ==========================  ====================  ===========================================
 
     They change under the lock, but for single assignments, and for ``_drop``, which weakref callbacks run at any time.
