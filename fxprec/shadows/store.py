@@ -162,7 +162,7 @@ class ShadowStore:
                                                        ``note_written``      itself, and not through its alias
     ``_unseen`` (ids)      a weight that may be        its end               (``begin`` marks all stale)
                            written without a sign
-    ``_held``              the first recording read    the end of the        copies on a sign of change alone: a version,
+    ``_held``              the first recording read    the end of the        copies on a sign of change: a version,
                            within ``accumulating``     block                 an address, a sample, or ``_stale``
     =====================  ==========================  ====================  ===========================================
 
