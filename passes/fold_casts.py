@@ -250,6 +250,7 @@ def _cast_outside(call: Node, position: int, inner: Node, inside: Node) -> None:
     call.update_arg(position, outside)
     inside.replace_all_uses_with(inner)
     inside.graph.erase_node(inside)
-    if not notes(inside).inserted:  # the user's: in the original program, too, the body is now given the cast value
+    # With a cast of the user's the original program is now, too, one whose body is given the cast value.
+    if not notes(inside).inserted:
         notes(inner).dtype = dtype
     notes(inner).precision = Precision.arriving(dtype, dtype, Rule.KEEP, "cast by the caller")

@@ -174,7 +174,7 @@ def _route_readers(graph: Graph, handed_out: list[Node], recorded: Mapping[Node,
         if source is None or source.op == "placeholder" or returned in seen:
             continue
         seen.add(returned)
-        # Nor is a cast back that was made here a source of another one: it is not in ``recorded``.
+        # What was made here (a cast back to low, say) is not in ``recorded``: nothing is to be kept of it.
         if not recorded.get(_in_place_versions(source)[0]):
             continue
         after = max(last_write.get(roots[source], source), source)
@@ -209,7 +209,7 @@ def _readers_behind(after: Node, source: Node, returned: Node, position: Mapping
 def _moved_along(returned: Node, after: Node, position: Mapping[Node, int]) -> list[Node] | None:
     """Return the nodes that move up with a returned cast because it reads them; None where one cannot.
 
-    If the cast names another tensor (``h.to(x.dtype)``), that is the node of ``x.dtype``. It can if ``x`` itself is
+    If the cast names another tensor (``h.to(x.dtype)``), the node of ``x.dtype`` is one: it can move if ``x`` itself is
     computed before.
     """
     others = [node for node in returned.all_input_nodes if position[node] > position[after]]

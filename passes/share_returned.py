@@ -140,9 +140,9 @@ def _viewed(node: Node) -> Node | None:
 def _view_of(base: Node, views: list[Node], wide: Node) -> Node:
     """Put views of ``base`` in the place of the cast ``wide`` of the last of ``views``; return the last of them."""
     graph = wide.graph
-    # The views are made where ``wide`` stands, so a base behind that moves up to what it casts. One that has become a
-    # view itself needs none: it stands where its cast stood, which was in the order of the results, as ``wide`` is, or
-    # right behind its low value (``keep_returned``), of which that of ``wide`` is a view.
+    # The views are made where ``wide`` stands, so a base that stands behind it moves up, to what it casts. Only a cast
+    # does: a base that has become a view itself stands where its cast stood. That was before ``wide``: casts of results
+    # stand in the order of the results, and those that ``keep_returned`` moved right behind their low values.
     if wide < base:
         base.all_input_nodes[0].append(base)
     read = tensors_of(views[0])[0]

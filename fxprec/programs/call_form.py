@@ -244,7 +244,7 @@ def form_of_key(signature: inspect.Signature, names: Sequence[str], constants: C
 def arguments_of(signature: inspect.Signature, expected: Mapping[str, Any]) -> tuple[Argument, ...]:
     """Return arguments in the order of the signature; what ``*args`` and ``**kwargs`` took gets names of its own.
 
-    Of ``forward(x, scale=2, mask=None, hook=print)``, by what is expected of each:
+    Of ``forward(x, n, scale=2, mask=None, hook=print)``, by what is expected of each:
 
     ============================  =====================================  ======================================
     expected                      default of the placeholder             so that a call
@@ -255,7 +255,7 @@ def arguments_of(signature: inspect.Signature, expected: Mapping[str, Any]) -> t
     mask: ``"Tensor"``            none                                   gives it
     mask: not given               LEFT_OUT                               leaves it out
     hook: not given               LEFT_OUT: no constant that pickles     leaves it out
-    hook: anything                none, as it is no constant             gives it
+    n: anything, being a number   its own, or none                       may give any number
     ============================  =====================================  ======================================
 
     Behind a placeholder with a default the next ones need one, too, as Python has it: LEFT_OUT, where they have none.
@@ -434,7 +434,7 @@ def _origin_of(
     """
     if isinstance(value, Tensor) and id(value) in ways:
         return ways[id(value)][0]
-    # ``L['x']`` -> ``x``, and ``L['self'].drop.p`` -> ``self'].drop.``, which begins with the owner's name.
+    # ``L['x']`` -> ``x``, and ``L['self'].drop.p`` -> ``self'].drop``, which begins with the owner's name.
     name = source[3:-2] if source.startswith("L['") else ""
     if isinstance(value, Tensor) and source.startswith("G"):
         return value

@@ -7,8 +7,8 @@ A rewritten graph does not cast the weights it lowers: it reads their shadows::
 
 A shadow is made once (see ``entry``), and later its storage is overwritten under ``no_grad``.
 
-Shadows are refreshed at the first read of every forward that records gradients, unconditionally; otherwise only on a
-sign that weights changed:
+Shadows are refreshed at the first read of every forward that records gradients of weights, whether or not there is a
+sign that weights changed; otherwise only on one:
 
 - ``mark_stale``, or a step of any optimizer;
 - a weight's ``_version`` or address;
@@ -539,6 +539,7 @@ class ShadowStore:
         if entry is not None and entry.row >= 0 and (rows := self._samples.get(entry.device)) is not None:
             rows.give_back(entry.row)
         self._looks.clear()
+        # Not ``_stepped``: entries keep their weights alive until a read or refresh drops them, which clears it as well.
         for keys in (self._written, self._low_gradients, self._unseen):
             keys.discard(key)
         for ids in [*self._cached_reads]:

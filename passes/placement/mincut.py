@@ -206,7 +206,7 @@ class _Safety:
         return near and self._lowers_poles
 
     def allows_low(self, site: Site) -> bool:
-        """Return whether a FULL op may be low: in float16 an error says nothing of the range of other data."""
+        """Return whether a FULL op may be low: never in float16, where data may overflow that were not measured."""
         safe = self.context.low is torch.bfloat16 and site.facts.low_kernel and site.node not in self.squares
         return safe and not any(map(self.origins.counts, (site.node, *site.data)))
 

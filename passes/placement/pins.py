@@ -20,7 +20,7 @@ A sigmoid of 7 is 0.999; in bfloat16 it is 1, its ``log(1 - p)`` is infinite and
   (``%p.to(%h.dtype)``), which is written as FP32.
 - It ends at a matrix product, or where a weight or another low value goes in: a softmax that weighs values (attention)
   and a sigmoid that gates them reach no pole. A constant made like a low value (``ones_like(%h)``) does not end it: it
-  reads no values, and is FP32 where it meets what is pinned.
+  reads no values. It stays as it was; one that is filled with other numbers than 0 and 1 is FP32 where its reader is.
 - It is pinned where it reaches a pole. Where nothing but a saturated value is in it, it is pinned as well if the module
   returns it (its loss is taken outside, and it is cast to FP32 anyway), if it is written into other memory, or if it
   goes into another body or comes out of one.

@@ -115,7 +115,7 @@ class ExtraGuards:
         if function is not None:
             self._functions.setdefault(function, function_parts(function))
         # dynamo inlined what a class gave: it must give the same at the next call, and so must those before it.
-        for cls, name in (lookup for owner in owners for lookup in _lookups(owner, function)):
+        for cls, name in (lookup for owner in owners for lookup in _where_found(owner, function)):
             # Before a descriptor makes anything of it: what that gives may be another object each time.
             found = inspect.getattr_static(cls, name, None)
             if found is None:
@@ -254,7 +254,7 @@ def _gives(call: Callable[[], Any], value: Any) -> bool:
     return same(call(), value)
 
 
-def _lookups(owner: type, function: FunctionType | None) -> Iterator[tuple[type, str]]:
+def _where_found(owner: type, function: FunctionType | None) -> Iterator[tuple[type, str]]:
     """Yield where a function may have been found: classes, and the name in them.
 
     With ``class B(A): def scale(self): return super().scale()``, for the function of A and the owner B: A's is what

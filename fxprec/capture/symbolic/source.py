@@ -119,7 +119,8 @@ def _clauses(code: _Code, target: int, frame: FrameType) -> list[Any]:
         POP_JUMP_IF_FALSE y
      y: POP_TOP                                                          found: A, B, C, BaseException
 
-    Behind the last clause there is a RERAISE at ``y``, and other code at once in ``finally`` and ``with``. ``except*``
+    Without the bare ``except:`` there is a RERAISE at ``y``. A ``finally`` or ``with`` has its own code where a handler
+    of clauses has the first class. ``except*``
     has CHECK_EG_MATCH; there a clause that did not match leaves a None, and the next one begins by dropping it.
     """
     found: list[Any] = []

@@ -132,7 +132,7 @@ class FusedRegion(RegionModule):
     def run_for(self, *inputs: Tensor) -> Run | None:
         """Return the function to run for inputs of these shapes and strides on a CPU, or None: ``forward`` must run.
 
-        It is None before the first such call, under a tracer, and where a gradient is wanted.
+        It is None before the first such call, under a tracer, and where kernels are to record a gradient.
         """
         # Dropouts draw seeds at each call, and a Triton launch needs no shorter way.
         plan = self._plans.get(_key(inputs, torch.is_grad_enabled()))
