@@ -539,7 +539,7 @@ class ShadowStore:
         if entry is not None and entry.row >= 0 and (rows := self._samples.get(entry.device)) is not None:
             rows.give_back(entry.row)
         self._looks.clear()
-        # Not ``_stepped``: entries keep their weights alive until a read or refresh drops them, which clears it as well.
+        # Not ``_stepped``: an entry keeps its weight alive until a read or refresh drops it, which clears that set too.
         for keys in (self._written, self._low_gradients, self._unseen):
             keys.discard(key)
         for ids in [*self._cached_reads]:
