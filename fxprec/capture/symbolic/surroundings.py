@@ -413,7 +413,7 @@ class Surroundings:
         self._names |= new
         self.asks_types = self.asks_types or "__class__" in new
         for cls in (*self._classes,) if new else ():
-            for name, why in self._guard_attributes(cls, new).items():
+            for name, why in (self._guard_attributes(cls, new) | _of_metaclass(cls, new)).items():
                 self._opaque_names.setdefault(name, why)
         return next((self._opaque_names[name] for name in sorted(names & self._opaque_names.keys())), None)
 
@@ -523,8 +523,8 @@ class Surroundings:
         own = [base for base in cls.__mro__ if not is_trusted(base)]
         if any(map(is_stdlib, own)):
             return f"the class {cls.__qualname__}, {_IMPURE}"
-        if not is_trusted(type(cls)) and (own_code := self._names & vars(type(cls)).keys() - _OF_CLASSES):
-            return f"{cls.__qualname__}.{min(own_code)}, of its metaclass"
+        if opaque := _of_metaclass(cls, self._names):
+            return opaque[min(opaque)]
         for base in own:
             if base not in self._classes:
                 self._classes[base] = None  # it may lead back to itself
@@ -589,6 +589,13 @@ def _namespace(value: Any, name: str) -> Mapping[str, Any] | None:
         return None  # a property
     attributes = getattr(value, "__dict__", {})
     return attributes if name in attributes else None
+
+
+def _of_metaclass(cls: type, names: Set[str]) -> dict[str, str]:
+    """Return which of these names a metaclass of the user's has, each with why it must not be read: its code may run."""
+    kinds = [] if type(cls) is type else [kind for kind in type(cls).__mro__ if not is_trusted(kind)]
+    found = {name for kind in kinds for name in names & vars(kind).keys() - _OF_CLASSES}
+    return {name: f"{cls.__qualname__}.{name}, of its metaclass" for name in found}
 
 
 def _plainly_read(cls: type, name: str) -> bool:

@@ -171,3 +171,60 @@ def test_an_attribute_that_comes_later_is_seen_and_one_that_goes(way: str) -> No
             del owner.factor
     assert torch.equal(model(x), x)
     assert not fxprec.report(model).headline.not_static
+
+
+class Meta(type):
+    """Gives its classes an attribute that may be another one each time."""
+
+    factors = (2.0,)
+
+    @property
+    def factor(cls):
+        return Meta.factors[-1]
+
+
+class MetaOfMeta(Meta):
+    """Has it from its base."""
+
+
+class OfMeta(metaclass=Meta):
+    pass
+
+
+class OfMetaOfMeta(metaclass=MetaOfMeta):
+    pass
+
+
+def by_a_variable(self, x):
+    cls = OfMeta
+    return x * cls.factor
+
+
+def by_a_variable_of_a_metaclass_with_bases(self, x):
+    cls = OfMetaOfMeta
+    return x * cls.factor
+
+
+def factor_of(cls):
+    return cls.factor
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        pytest.param(by_a_variable, id="a variable"),
+        pytest.param(by_a_variable_of_a_metaclass_with_bases, id="a metaclass with bases"),
+        pytest.param(lambda self, x: x * OfMeta.factor, id="a global"),
+        pytest.param(lambda self, x: x * factor_of(OfMeta), id="an argument"),
+        pytest.param(lambda self, x: x * factor_of(self.held), id="what the module holds"),
+    ],
+)
+def test_code_of_a_metaclass_is_no_constant(forward, monkeypatch) -> None:
+    class Model(nn.Module):
+        held = OfMetaOfMeta
+
+    Model.forward = forward
+    model, x = fxprec.convert(Model(), level="O0").module, torch.ones(2, 3)
+    for factor in (2.0, 3.0):
+        monkeypatch.setattr(Meta, "factors", (factor,))
+        assert torch.equal(model(x), x * factor)
