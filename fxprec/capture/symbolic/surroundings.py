@@ -592,8 +592,8 @@ def _namespace(value: Any, name: str) -> Mapping[str, Any] | None:
 
 
 def _of_metaclass(cls: type, names: Set[str]) -> dict[str, str]:
-    """Return which of these names a metaclass of the user's has, each with why it must not be read: its code may run."""
-    kinds = [] if type(cls) is type else [kind for kind in type(cls).__mro__ if not is_trusted(kind)]
+    """Return which of these names a metaclass of the user's has, each with why not to read it: its code may run."""
+    kinds = [] if type(cls) is type else [kind for kind in inspect.getmro(type(cls)) if not is_trusted(kind)]
     found = {name for kind in kinds for name in names & vars(kind).keys() - _OF_CLASSES}
     return {name: f"{cls.__qualname__}.{name}, of its metaclass" for name in found}
 
