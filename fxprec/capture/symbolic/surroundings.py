@@ -90,6 +90,8 @@ _OF_CLASSES: Final = frozenset(
     "__annotations_cache__ __firstlineno__ __static_attributes__ __parameters__ __orig_bases__ __abstractmethods__ "
     "_abc_impl __match_args__ __dataclass_params__ __dataclass_fields__ __slots__ __hash__".split()
 )
+#: What a metaclass runs when a class is made, and not when it is used.
+_OF_NEW_CLASSES: Final = frozenset({"__new__", "__init__", "__prepare__"})
 _BUILTINS: Final = (
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
@@ -592,10 +594,17 @@ def _namespace(value: Any, name: str) -> Mapping[str, Any] | None:
 
 
 def _of_metaclass(cls: type, names: Set[str]) -> dict[str, str]:
-    """Return which of these names a metaclass of the user's has, each with why not to read it: its code may run."""
-    kinds = [] if type(cls) is type else [kind for kind in inspect.getmro(type(cls)) if not is_trusted(kind)]
-    found = {name for kind in kinds for name in names & vars(kind).keys() - _OF_CLASSES}
-    return {name: f"{cls.__qualname__}.{name}, of its metaclass" for name in found}
+    """Return what a metaclass of the user's may run when code uses a class, each with why it must not be used.
+
+    That are attributes with one of these names (``C.scale``), and special methods, which need none in the code:
+    ``__call__`` for ``C()``, ``__getitem__`` for ``C[0]``, ``__instancecheck__`` for ``isinstance(x, C)``.
+    """
+    found: dict[str, str] = {}
+    for kind in () if type(cls) is type else inspect.getmro(type(cls)):
+        for name in () if is_trusted(kind) else vars(kind).keys() - _OF_CLASSES - _OF_NEW_CLASSES:
+            if name in names or (name.startswith("__") and name.endswith("__")):
+                found[name] = f"{cls.__qualname__}.{name}, of its metaclass"
+    return found
 
 
 def _plainly_read(cls: type, name: str) -> bool:
