@@ -375,6 +375,7 @@ def _levels(result: Node) -> list[Node]:
     found = [result]
     while (inner := _result_in_body(found[-1])) is not None:
         found.append(inner)
+    # Where the body's output alone reads a value, its cast may stay outside.
     while len(found) > 1 and len(found[-1].users) == 1:
         found.pop()
     return found
@@ -420,7 +421,16 @@ def widened(node: Node) -> Node | None:
 
 
 def _read_through(graph: Graph, after: Node, returned: Node, readers: list[tuple[Node, Node]]) -> None:
-    """Move the returned cast behind ``after``, and let the readers (with what each reads now) read a cast back."""
+    """Move the returned cast behind ``after``, and let the readers (with what each reads now) read a cast back::
+
+    before                                   after
+    %h = linear(...)            low          %h = linear(...)
+    %y = gelu(%h)                            %w = cast(%h, float32)      returned
+    %s = to(%h, float32)        the user's   %b = cast(%w, bfloat16)     the cast back
+    %w = cast(%h, float32)      returned     %y = gelu(%b)               a reader
+    %c = cast(%w, bfloat16)     ours         %s = to(%w, float32)        a cast of the user's, if all is known
+    %z = tanh(%c)                            %z = tanh(%b)               a cast of ours has the new one in its place
+    """
     source = returned.args[0]
     assert isinstance(source, Node)
     after.append(returned)

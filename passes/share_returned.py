@@ -55,16 +55,17 @@ def share_returned(gm: GraphModule, context: Context) -> PassResult:
     def may_share(views: list[Node]) -> bool:
         return len({recorded[node] for node in views}) == 1 and roots[views[0]] not in written
 
-    # Low value -> the FP32 node that stands for it among the results: its cast,
+    # Low value -> the FP32 node that stands for it among the results:
+    # 1. a returned value -> its cast;
     returned_as = {source: wide for wide, source in casts.items()}
-    # of a cast back, by which others read what is returned (``keep_returned``), what it casts,
+    # 2. a cast back, by which others read what is returned (``keep_returned``) -> the returned cast that it reads;
     for wide in casts:
         returned_as |= {user: wide for user in wide.users if notes(user).returns}
-    # a cast of which a view is returned already, as FP32,
+    # 3. where a result is an FP32 view of a cast of ours: what that casts -> the cast;
     for wide in (_chain(value)[-1] for value in returned if value not in casts):
         if notes(wide).inserted and (source := widened(wide)) is not None:
             returned_as.setdefault(source, wide)
-    # and a new cast, of a value that is not returned itself but by several views.
+    # 4. a value that is not returned itself, but by several views that may overlap -> a new cast.
     for base in _common_bases(chains, returned_as):
         if all(may_share([wide, *chain]) for wide, chain in chains.items() if base in chain):
             returned_as[base] = new = cast_behind(base, recorded, "views of it are returned")

@@ -268,8 +268,9 @@ def _sections(
     found: list[NamedNode] = []
     # Only graphs that the last call ran tell of what runs: others are listed, and no figure counts them.
     captured = captured_of(model)
-    present = in_present_mode(captured.values(), conversion.entries()) if conversion else []
-    counted = of_last_call(present)
+    entries = conversion.entries() if conversion else []
+    present = in_present_mode(captured.values(), entries) if conversion else []
+    counted = of_last_call(present, {entry.number for entry in entries if entry.by_dynamo})
     for number, gm in enumerate(graphs):
         own = list(places(number, gm))
         found += own

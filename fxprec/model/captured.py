@@ -139,19 +139,27 @@ def in_present_mode(among: Iterable[Captured], methods: Iterable[Method]) -> lis
     return [captured for captured in among if captured in fit or captured.entry not in some]
 
 
-def of_last_call(among: Iterable[Captured]) -> list[Captured]:
+def of_last_call(among: Iterable[Captured], by_dynamo: Container[int]) -> list[Captured]:
     """Return for each method the graphs of its last call: an earlier one, of other sizes, may have run others.
 
     Of static graphs, each of which is of a whole method, that is the one captured last; of dynamo's, those with the
-    number of the latest call that ran any. A method may have both, where dynamo takes some of its calls (an argument is
-    an object): nothing tells which call was later, so that both count.
+    number of the latest call that ran any.
+
+    Args:
+        among: of these graphs.
+        by_dynamo: numbers of the methods whose last call dynamo took: some methods have graphs of both kinds, as where
+            an argument is an object now and then.
     """
     among = [*among]
-    last: dict[tuple[int, bool], int] = {}
-    numbers: list[int] = []
+    static = {captured.entry for captured in among if captured.calls is None}
+    last: dict[int, int] = {}
+    numbered: list[tuple[int, Captured]] = []
     for position, captured in enumerate(among):
-        kind = captured.entry, captured.calls is None
-        numbers.append(position if captured.calls is None else captured.calls.number)
-        last[kind] = max(numbers[-1], last.get(kind, 0))
-    pairs = zip(among, numbers, strict=True)
-    return [captured for captured, number in pairs if number == last[captured.entry, captured.calls is None]]
+        number = position
+        if captured.calls is not None:
+            if captured.entry in static and captured.entry not in by_dynamo:
+                continue
+            number = len(among) + captured.calls.number  # above all positions: static ones do not count beside it
+        numbered.append((number, captured))
+        last[captured.entry] = max(number, last.get(captured.entry, 0))
+    return [captured for number, captured in numbered if number == last[captured.entry]]

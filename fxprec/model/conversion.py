@@ -198,6 +198,7 @@ class Conversion(Resources):
             except CaptureDeclined as reason:
                 self._refuse_if_symbolic(entry, reason)
             else:
+                entry.by_dynamo = False
                 try:
                     return found.run(self.store, tensors)
                 # The weights have other dtypes than that graph was rewritten for: it goes, and the call begins anew.
@@ -222,7 +223,7 @@ class Conversion(Resources):
             return self.run_in_net(call, why, low=not self._norm_is_transformed(call.model))
         dynamic = entry.dynamic
         known, calls, first = len(self.net), self.calls, not entry.called
-        entry.called = True
+        entry.called = entry.by_dynamo = True
         try:
             output = dynamic.run(call)
         except LeftToNet as reason:

@@ -74,6 +74,7 @@ class EntryPoint(Method):
 
     Attributes:
         called: a call ran without a static graph: under dynamo, or as a generator.
+        by_dynamo: the last call did not run a static graph, but what dynamo captures.
         hooks: of modules, that were there when dynamo captured.
         restarts: how often what dynamo captured was forgotten, since it was out of date.
         outside: 'where' of what its calls ran outside of graphs.
@@ -84,7 +85,7 @@ class EntryPoint(Method):
     def __init__(self, resources: Resources, name: MethodName, number: int) -> None:
         super().__init__(name, number)
         self._resources = resources
-        self.called = self.new = False
+        self.called = self.new = self.by_dynamo = False
         self.restarts = 0
         self.start_over()
 

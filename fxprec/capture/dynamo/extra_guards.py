@@ -78,6 +78,7 @@ class ExtraGuards:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
+        # Which weights and modules of the model are one: of a tied weight dynamo reads one place for all.
         self._ties = None if model is None else Ties(slots_of(model))
         #: Code, and the id of its globals, that was looked at since the latest frame was taken.
         self._seen: set[tuple[CodeType, int]] = set()
@@ -223,8 +224,9 @@ class ExtraGuards:
             _Method(cls.__qualname__, cls, *found) for cls, names in self._methods.items() for found in names.items()
         ]
         yield from as_expected(each for each in methods if type(each.value) is FunctionType)
+        # A class gives a plain function as it is: the look-up above, which runs in C, serves. A descriptor may make
+        # another object at each look: it is compared itself.
         for each in methods:
-            # Compared before a descriptor makes anything of it: that may be another object at each look.
             if type(each.value) is not FunctionType:
                 look_up = functools.partial(inspect.getattr_static, attr=each.name)
                 yield Fact(look_up, each.scope, each.value, each.change)

@@ -182,10 +182,12 @@ class Surroundings:
         self.functions: list[types.FunctionType] = []
         self.contents = Contents()
         self.tensors: dict[int, tuple[str, Tensor]] = {}
-        self.asks_types = False
         self._depth = 0
-        # What code may ask that names in it do not tell: getattr(type(self), f"scale{i}"), hasattr(function, "scale").
-        self._makes_names = self._asks_functions = False
+        # What code may ask that names in it do not tell. Each is set where such code is read; the end of the trace,
+        # which knows all classes and functions, guards what may have been asked (``guard_model_classes``, ``absent``).
+        self.asks_types = False  # type(self).scale
+        self._makes_names = False  # getattr(type(self), f"scale{i}")
+        self._asks_functions = False  # hasattr(function, "scale")
 
     @property
     def expected(self) -> list[Expected]:
@@ -464,7 +466,12 @@ class Surroundings:
         return "a module that is imported only then"
 
     def _guard_path(self, label: str, value: Any, chain: tuple[str | Key, ...]) -> str | None:
-        """Guard attribute after attribute of a path (``config.scale``) while no code runs; return why not, or None."""
+        """Guard attribute after attribute of a path (``config.scale``) while no code runs; return why not, or None.
+
+        The path is not followed further, and what was reached by then is looked at and guarded, where an element is not
+        there, at an attribute of a tensor or a container, and at one that code may give (a property). Of members of an
+        Enum nothing is guarded, nor of parts of torch that are made when they are asked for.
+        """
         # Guards are made only once the end of the chain turned out to be harmless: (scope, label, name) of each step.
         steps: list[tuple[Any, str, Any]] = []
         for name in chain:
@@ -534,8 +541,9 @@ class Surroundings:
                 names = self._names if issubclass(base, nn.Module | enum.Enum) else vars(base).keys()
                 reasons = self._guard_attributes(base, names)
                 self._classes[base] = next((why for name, why in reasons.items() if name in self._names), None)
-                # What ``cls`` gives for an inherited name. That no class before ``base`` gets it, whenever it comes
-                # up, is in ``absent``.
+                # What ``cls`` gives for an inherited name of now. For names that come up later, and for other classes
+                # with this base, two facts together say the same: what ``base`` has, and that no class before it has
+                # the name (``absent``).
                 for name in self._names & vars(base).keys() - _OF_CLASSES if base is not cls else ():
                     self._guard_attribute(cls, name)
         return next(filter(None, map(self._classes.get, own)), None)

@@ -278,8 +278,13 @@ class _Writer:
     def row_index(self) -> None:
         """Write the row numbers of a tile, and the index along each row dimension.
 
-        Of three dimensions: ``row_2 = row % size_2``, ``over_2 = row // size_2``, ``row_1 = over_2 % size_1``,
-        ``over_1 = over_2 // size_1``, ``row_0 = over_1``. The size of the outermost is not needed.
+        Of three dimensions, innermost first::
+
+            row_2 = row % size_2
+            over_2 = row // size_2
+            row_1 = over_2 % size_1
+            over_1 = over_2 // size_1
+            row_0 = over_1                  the size of the outermost is not needed
         """
         self.line("row = tl.full((1,), tile, tl.int64) * ROWS + tl.arange(0, ROWS)")
         self.line("within = row < rows")
