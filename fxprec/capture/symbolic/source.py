@@ -120,8 +120,8 @@ def _clauses(code: _Code, target: int, frame: FrameType) -> list[Any]:
      y: POP_TOP                                                          found: A, B, C, BaseException
 
     Without the bare ``except:`` there is a RERAISE at ``y``. A ``finally`` or ``with`` has its own code where a handler
-    of clauses has the first class. ``except*``
-    has CHECK_EG_MATCH; there a clause that did not match leaves a None, and the next one begins by dropping it.
+    of clauses has the first class. ``except*`` has CHECK_EG_MATCH; there a clause that did not match leaves a None, and
+    the next one begins by dropping it.
     """
     found: list[Any] = []
     place = code.places.get(target)

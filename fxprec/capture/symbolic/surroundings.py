@@ -604,7 +604,7 @@ def _namespace(value: Any, name: str) -> Mapping[str, Any] | None:
 def _of_metaclass(cls: type, names: Set[str]) -> dict[str, str]:
     """Return what a metaclass of the user's may run when code uses a class, each with why it must not be used.
 
-    That are attributes with one of these names (``C.scale``), and special methods, which need none in the code:
+    These are attributes with one of these names (``C.scale``), and special methods, which need none in the code:
     ``__call__`` for ``C()``, ``__getitem__`` for ``C[0]``, ``__instancecheck__`` for ``isinstance(x, C)``.
     """
     found: dict[str, str] = {}
