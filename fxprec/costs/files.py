@@ -11,7 +11,8 @@ Shipped are three measured CPUs, and estimates for the rest:
 - A CPU with AVX-512 and without bfloat16 units: an estimate. FP32 as on the EPYC 9005; oneDNN converts the operands of
   products in a low dtype, which takes longer.
 - A100, and H100 or H200: estimates from the published rates at usual efficiencies, FP32 products without TF32, and the
-  usual cost of a launch from Python. Sources: NVIDIA's data sheets; 60 to 80 % of the peak where shapes are good.
+  usual cost of a launch from Python, which their files name: a call takes launch + work / rate (``Curve.linear``).
+  Sources: NVIDIA's data sheets; 60 to 80 % of the peak where shapes are good.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import platform
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
@@ -46,30 +46,10 @@ _PRODUCTS: Final = frozenset(Work) - {Work.STREAM, Work.ROW, Work.POINTWISE, Wor
 #: Work in a low dtype that a CPU which converts it does in the time of one unit of FP32 work.
 _EMULATED: Final = 0.6
 
-#: Seconds of a launch from Python: of a product, of a convolution, of fused attention, of a pointwise op or a cast.
-_LAUNCH: Final = {"product": 8e-6, "convolution": 15e-6, "attention": 20e-6, "pointwise": 5e-6}
-#: A convolution's share of the rate of products; of few channels: of the bytes' rate, FLOP a byte.
-_CONVOLUTION: Final = 0.7
-_THIN: Final = 4.0
 _KINDS: Final[Mapping[BFloat16Units, str]] = {
     "amx": "with AMX", "other": "with bfloat16 units", "converted": "with AVX-512 without bfloat16 units, an estimate",
     "none": "without bfloat16 units",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Rates:
-    """Rates of a GPU a second, in 1e12: FLOP of products in FP32 and low, of fused attention, bytes of memory."""
-
-    full: float
-    low: float
-    attention_full: float
-    attention_low: float
-    bytes: float
-
-
-_HOPPER: Final = _Rates(full=45, low=650, attention_full=25, attention_low=450, bytes=3.0)
-_AMPERE: Final = _Rates(full=15, low=220, attention_full=9, attention_low=150, bytes=1.3)
 
 
 @functools.cache  # each `convert` asks, and derives nothing anew
@@ -84,16 +64,16 @@ def shipped(device: str, name: str, threads: int, units: BFloat16Units) -> Devic
     """
     if device == "cuda":
         hopper = any(model in name for model in ("H100", "H200", "GH200", "H800", "H20"))
-        rates, kind = (_HOPPER, "H100 and H200") if hopper else (_AMPERE, "A100")
-        return DeviceCosts(device, name, 0, f"shipped for {kind}, an estimate", _gpu(rates))
+        file, kind = ("h100", "H100 and H200") if hopper else ("a100", "A100")
+        return DeviceCosts(device, name, 0, f"shipped for {kind}, an estimate", _shipped_file(file).curves)
     return DeviceCosts(device, name, threads, f"shipped for CPUs {_KINDS[units]}", _cpu(threads, units))
 
 
 def _cpu(threads: int, units: BFloat16Units) -> dict[torch.dtype, dict[Work, Curve]]:
     base = max(measured for measured in _THREADS if measured <= max(threads, 1))
-    curves = {dtype: {**of_work} for dtype, of_work in _measured(f"{_FILE[units]}-{_THREADS[base]}").curves.items()}
+    curves = {dtype: {**of_work} for dtype, of_work in _shipped_file(f"{_FILE[units]}-{_THREADS[base]}").curves.items()}
     if units == "none":  # compiled loops want AVX-512, which torch may have where oneDNN is held to less
-        for dtype, of_work in _measured(f"{_FILE['other']}-{_THREADS[base]}").curves.items():
+        for dtype, of_work in _shipped_file(f"{_FILE['other']}-{_THREADS[base]}").curves.items():
             curves[dtype] |= {work: curve for work, curve in of_work.items() if work in LOOPS}
     if units == "converted":
         curves[torch.bfloat16] |= {work: curves[torch.float32][work].faster(_EMULATED) for work in _PRODUCTS}
@@ -105,31 +85,8 @@ def _cpu(threads: int, units: BFloat16Units) -> dict[torch.dtype, dict[Work, Cur
 
 
 @functools.cache
-def _measured(name: str) -> DeviceCosts:
+def _shipped_file(name: str) -> DeviceCosts:
     return DeviceCosts.from_dict(json.loads(files("fxprec").joinpath(f"costs/{name}.json").read_text(encoding="utf-8")))
-
-
-def _gpu(rates: _Rates) -> dict[torch.dtype, dict[Work, Curve]]:
-    low = _gpu_curves(rates.low, rates.attention_low, rates.bytes, 2)
-    low[Work.CAST] = Curve.linear(_LAUNCH["pointwise"], rates.bytes * 1e12 / 6)
-    full = _gpu_curves(rates.full, rates.attention_full, rates.bytes, 4)
-    return {torch.float32: full, torch.bfloat16: low, torch.float16: low}
-
-
-def _gpu_curves(products: float, attention: float, moved: float, itemsize: int) -> dict[Work, Curve]:
-    elements = moved * 1e12 / itemsize
-    convolutions = _CONVOLUTION * products * 1e12
-    return {
-        Work.MATMUL: Curve.linear(_LAUNCH["product"], products * 1e12),
-        Work.STREAM: Curve.linear(_LAUNCH["product"], elements),
-        Work.CONVOLUTION: Curve.linear(_LAUNCH["convolution"], convolutions),
-        Work.CONVOLUTION_BACKWARD: Curve.linear(2 * _LAUNCH["convolution"], convolutions / 2),
-        Work.THIN_CONVOLUTION: Curve.linear(_LAUNCH["convolution"], _THIN * elements),
-        Work.THIN_CONVOLUTION_BACKWARD: Curve.linear(2 * _LAUNCH["convolution"], _THIN * elements / 3),
-        Work.ATTENTION: Curve.linear(_LAUNCH["attention"], attention * 1e12),
-        Work.ATTENTION_BACKWARD: Curve.linear(2 * _LAUNCH["attention"], attention * 1e12 / 2.5),
-        Work.POINTWISE: Curve.linear(_LAUNCH["pointwise"], elements / 2),
-    }
 
 
 def costs_of(device: str, dtype: torch.dtype = torch.bfloat16) -> DeviceCosts:
