@@ -7,7 +7,7 @@ filter by: ``warnings.filterwarnings("error", category=fxprec.ServiceWarning)``.
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 from fxprec.kernels.torch_internals import TESTED_TORCH
@@ -130,6 +130,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the names that one may have meant, `` (did you mean 'a' or 'b'?)``, or nothing."""
     found = get_close_matches(name, sorted(set(known)), n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
+
+
+def few(names: Sequence[str], most: int = 5) -> str:
+    """List the first names, and how many more there are: ``a, b and 3 more``."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def warn_if_untested(version: str, missing: Mapping[str, str]) -> None:

@@ -23,10 +23,11 @@ from typing import Final
 import torch
 from torch.fx import GraphModule, Node
 
+from fxprec.errors import few
 from fxprec.inspection.figures import Activations, Weights, count, size_text
 from fxprec.inspection.nodes import NamedNode, op_name, places, source_line
 from fxprec.inspection.rehearsal import HeldMemory, Rehearsal, Traffic
-from fxprec.inspection.text import Printed, RenderableType, columns, few, folded, titled
+from fxprec.inspection.text import Printed, RenderableType, columns, folded, titled
 from fxprec.model.conversion import Conversion
 from fxprec.model.net import RUNS_AS_TOLD, RUNS_FP32
 from fxprec.passes.graph.annotations import Rule, notes

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from fxprec.errors import few
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 else:  # rich is imported when something is printed
@@ -218,11 +220,6 @@ def _ranges(numbers: tuple[int, ...]) -> str:
 def without_figures(why: str) -> str:
     """Return a reason with its figures left out, equal for reasons that differ in figures only."""
     return _FIGURE.sub(lambda figure: "''" if figure[0].startswith("'") else "#", why)
-
-
-def few(names: Sequence[str], most: int) -> str:
-    """List the first names, and how many more there are: ``a, b and 3 more``."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def in_one(whys: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fxprec.errors import FxprecError
+from fxprec.errors import FxprecError, few
 from fxprec.inspection.measured import subject_of
 from fxprec.inspection.nodes import op_name, short_paths
 from fxprec.model.conversion import conversion_of
@@ -39,7 +39,7 @@ from fxprec.numerics.range_table import (
 )
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
-from fxprec.scaling.gradients import few, local
+from fxprec.scaling.gradients import local
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.tape.attribution import Attribution, NodeOf, observe, written_by
 from fxprec.tape.operation import OpOrigin

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from fxprec.errors import few
 from fxprec.inspection.figures import count
-from fxprec.inspection.text import Printed, RenderableType, as_json, few, folded, stacked, table, titled
+from fxprec.inspection.text import Printed, RenderableType, as_json, folded, stacked, table, titled
 from fxprec.passes.policy.policy import Policy
 
 #: Overrides that are printed.

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fxprec.errors import few
 from fxprec.torch_internals import late_hooks_of, root_mesh, sparse_values
 
 #: (device, dtype) -> dense tensors that can be unscaled in place.
@@ -59,13 +60,12 @@ def grouped(optimizer: Optimizer, allow_fp16: bool, names_of: NamesOf) -> Groupe
     # Plain dense gradients, the usual case, are grouped at once; the others may need work, even a collective.
     groups: Grouped = {}
     special: list[Tensor] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is not None and (type(gradient) is not Tensor or gradient.layout is not torch.strided):
-                special.append(parameter)
-            elif gradient is not None:
-                groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for parameter in parameters_of(optimizer):
+        gradient = parameter.grad
+        if gradient is not None and (type(gradient) is not Tensor or gradient.layout is not torch.strided):
+            special.append(parameter)
+        elif gradient is not None:
+            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     # Asked by the few dtypes that there are; which parameter is at fault is looked up for the message only.
     dtypes = {dtype for _, dtype in groups} | {parameter.grad.dtype for parameter in special}  # type: ignore[union-attr]
     if not dtypes <= (_SCALED | {torch.float16} if allow_fp16 else _SCALED):
@@ -234,12 +234,6 @@ class ParameterNames:
                 place = f"param_groups[{i}]['params'][{j}] of shape {tuple(parameter.shape)}"
                 names[id(parameter)] = given[j] if given is not None else known.get(id(parameter), place)
         return names
-
-
-def few(names: list[str], most: int = 5) -> str:
-    """Return the first of the names, and how many more there are, as text."""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
 
 
 def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:

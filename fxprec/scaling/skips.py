@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxprec.errors import NoGradientsError
-from fxprec.scaling.gradients import few, local_values, parameters_of
+from fxprec.errors import NoGradientsError, few
+from fxprec.scaling.gradients import local_values, parameters_of
 from fxprec.torch_internals import is_wrapped_by_scheduler
 
 #: That many flags of one device are kept before they are added up there: a kernel in so many steps.

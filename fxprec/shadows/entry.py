@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.errors import StaleShadowError
+from fxprec.errors import StaleShadowError, few
 from fxprec.kernels.launch.observers import SCRIPT, TRACING, TRANSFORM, watcher
 from fxprec.shadows.low_gradients import Wish, cast_with_low_gradient
 from fxprec.torch_internals import run_before
@@ -140,10 +140,9 @@ def _accumulates(shadow: Tensor) -> Any:
 def stale_error(weights: Sequence[Tensor], low: torch.dtype, model: torch.nn.Module | None) -> StaleShadowError:
     """Return the error for these weights; ``model`` gives their names."""
     names = {} if model is None else {id(weight): name for name, weight in model.named_parameters()}
-    which = [f"{names.get(id(w), 'a weight')} of shape {tuple(w.shape)} on {w.device}" for w in weights[:_NAMED]]
-    more = f" and {len(weights) - _NAMED} more" if len(weights) > _NAMED else ""
+    which = [f"{names.get(id(w), 'a weight')} of shape {tuple(w.shape)} on {w.device}" for w in weights]
     return StaleShadowError(
-        f"the {low} shadows of these weights are stale: {', '.join(which)}{more}. They were written in "
+        f"the {low} shadows of these weights are stale: {few(which, _NAMED)}. They were written in "
         "a way that nothing shows: to a part of them only, past their version counters (through .data, NumPy, a "
         "collective, a view of a buffer that they lie in). Call fxprec.refresh(model) after such a write"
     )

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fxprec
+from fxprec.errors import few
 from fxprec.inspection.text import clause_of, without_advice
 from fxprec.model.conversion import conversion_of
 
@@ -56,3 +57,8 @@ def test_the_report_shows_no_raw_error() -> None:
     assert "outside      the loop in generate: dynamo: Cannot access data pointer of Tensor" in text
     assert "If you" not in text and "To fix" not in text and "If you" not in str(report.to_dict())
     assert all(line[:1].strip() for line in text.split("\n")), "no line is the rest of another"
+
+
+@pytest.mark.parametrize(("count", "text"), [(1, "0"), (5, "0, 1, 2, 3, 4"), (6, "0, 1, 2, 3, 4 and 1 more")])
+def test_few_names_are_listed(count: int, text: str) -> None:
+    assert few([str(each) for each in range(count)]) == text

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxprec.scaling.gradients import ParameterNames, few, grouped, local, parameters_of, refuse_dtypes
+from fxprec.scaling.gradients import ParameterNames, grouped, local, parameters_of, refuse_dtypes
 
 
 def names_of(optimizer):
@@ -79,8 +79,3 @@ def test_parameters_and_local_of_plain_tensors():
     parameters, optimizer = with_gradients(torch.ones(2), torch.ones(3))
     assert [id(p) for p in parameters_of(optimizer)] == [id(p) for p in parameters]
     assert local(parameters[0]) is parameters[0]
-
-
-@pytest.mark.parametrize("count, text", [(1, "0"), (5, "0, 1, 2, 3, 4"), (6, "0, 1, 2, 3, 4 and 1 more")])
-def test_few(count, text):
-    assert few([str(i) for i in range(count)]) == text

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from fxprec.errors import few
 from fxprec.numerics.births import dense, first_of, is_finite
 from fxprec.numerics.locate import Finding
 from fxprec.passes.graph.text import dtype_name
-from fxprec.scaling.gradients import few, parameters_of
+from fxprec.scaling.gradients import parameters_of
 
 _CURE: Final = "load a checkpoint from before; "
 _version: Final = operator.attrgetter("_version")
