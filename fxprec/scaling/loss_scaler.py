@@ -582,22 +582,17 @@ class LossScaler(torch.amp.GradScaler):
             raise AssertionError(
                 "A LossScaler may only be pickled at the beginning of an iteration, or at the end after scaler.update()"
             )
-        # Numbers in place of the parts, which hold tensors, weak references and optimizers.
-        parts = {
-            "_scales": copy.copy(self._scales),
-            "fp16_gradients": self._checks.fp16_gradients,
-            "skipped": self.skipped_steps,
-            "without_gradients": self.steps_without_gradients,
-            "on_floor": self._records.on_floor,
-        }
-        return {name: value for name, value in self.__dict__.items() if name not in _COMPOSED} | parts
+        # What the parts are made of in their place: they hold tensors, weak references and optimizers.
+        skips = Skips(self.skipped_steps, self.steps_without_gradients)
+        parts = {"composed": (self._checks.fp16_gradients, None, skips, self._records.on_floor)}
+        own = {name: value for name, value in self.__dict__.items() if name not in _COMPOSED}
+        return own | parts | {"_scales": copy.copy(self._scales)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        names = ("fp16_gradients", "skipped", "without_gradients", "on_floor")
-        fp16_gradients, skipped, without, on_floor = (state.pop(name) for name in names)
+        composed = state.pop("composed")
         self.__dict__.update(state)
-        self._compose(fp16_gradients, None, Skips(skipped, without), on_floor)
+        self._compose(*composed)
 
     def _scaled(self, loss_id: int, outputs: Any) -> Any:
         records = self._records

@@ -168,9 +168,7 @@ class SpoiledGradients:
 
 def claim(optimizer: Optimizer, claimed: Claims) -> None:
     """Note in ``claimed`` that the optimizer's gradients are unscaled."""
-    reference = weakref.ref(optimizer)
-    for group in optimizer.param_groups:
-        claimed.update(dict.fromkeys(map(id, group["params"]), reference))
+    claimed.update(dict.fromkeys(map(id, parameters_of(optimizer)), weakref.ref(optimizer)))
 
 
 @dataclass(frozen=True, slots=True)

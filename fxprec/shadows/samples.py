@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from itertools import chain
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -79,28 +79,11 @@ class Samples:
             return torch.zeros(rows * SAMPLES, dtype=torch.int32, device=device)
 
 
-class Look(Protocol):
-    """Comparison of some weights on one device with their noted samples.
+class HostLook:
+    """Comparison of weights in the memory of this process with their noted samples.
 
     It keeps their memory alive, so that an equal address means the same memory.
     """
-
-    def same(self) -> bool:
-        """Return whether no weight differs from its row; True on CUDA, where the device copies those that differ."""
-        ...
-
-    def note(self) -> None:
-        """Write the current samples of each weight to its row."""
-        ...
-
-
-def look_at(samples: Samples, pairs: Sequence[tuple[Tensor, Entry]]) -> Look:
-    """Return the comparison of weights that all have rows in ``samples``."""
-    return (DeviceLook if samples.values.is_cuda else HostLook)(samples, pairs)
-
-
-class HostLook:
-    """Comparison of weights in the memory of this process: see ``Look``."""
 
     def __init__(self, samples: Samples, pairs: Sequence[tuple[Tensor, Entry]]) -> None:
         self._samples = samples
@@ -118,11 +101,13 @@ class HostLook:
         self._noted = self._numbers = torch.empty(0)
 
     def same(self) -> bool:
+        """Return whether no weight differs from its row."""
         # Modes should see the model's ops only.
         with unwatched() if dispatch_modes() else nullcontext():
             return torch.equal(*self._now_and_noted())
 
     def note(self) -> None:
+        """Write the current samples of each weight to its row."""
         with unwatched() if dispatch_modes() else nullcontext():
             now, noted = self._now_and_noted()
             # As floats, so that -0.0 counts as zero: a pruning mask makes it of a negative number.
@@ -173,7 +158,7 @@ class HostLook:
 
 
 class DeviceLook:
-    """Comparison of dense weights on a CUDA device, which copies them to their shadows if one changed: see ``Look``."""
+    """Comparison of dense weights on a CUDA device, which copies them to their shadows if one changed."""
 
     def __init__(self, samples: Samples, pairs: Sequence[tuple[Tensor, Entry]]) -> None:
         from fxprec.kernels.optim.changed_copies import ChangedCopies  # which loads Triton
@@ -194,6 +179,15 @@ class DeviceLook:
     def note(self) -> None:
         """Write the current samples of each weight to its row."""
         self._copies.note(self._samples.values)
+
+
+#: Comparison of some weights on one device with their noted samples.
+Look = HostLook | DeviceLook
+
+
+def look_at(samples: Samples, pairs: Sequence[tuple[Tensor, Entry]]) -> Look:
+    """Return the comparison of weights that all have rows in ``samples``."""
+    return (DeviceLook if samples.values.is_cuda else HostLook)(samples, pairs)
 
 
 def note(looks: Iterable[Look]) -> None:

@@ -327,16 +327,9 @@ class ShadowStore:
         with self._lock:
             narrow = [entry for key in [*self._low_gradients] if (entry := self._entries.get(key)) is not None]
             widen(weight for entry in narrow if (weight := entry.weight()) is not None)
-            for known in (
-                self._low_gradients,
-                self._unseen,
-                self._entries,
-                self._cached_reads,
-                self._samples,
-                self._looks,
-                self._stepped,
-                self._written,
-            ):
+            for ids in (self._low_gradients, self._unseen, self._stepped, self._written):
+                ids.clear()
+            for known in (self._entries, self._cached_reads, self._samples, self._looks):
                 known.clear()
             self._stale = False
 
