@@ -23,13 +23,7 @@ from fxprec.passes.graph.annotations import CASTABLE
 from fxprec.passes.policy.policy import Level
 from fxprec.scaling.gradients import parameters_of
 from fxprec.scaling.loss_scaler import LossScaler
-from fxprec.scaling.scale import (
-    SMALLEST_SCALE,
-    TORCH_KEYS,
-    checked_bounds,
-    checked_count,
-    checked_scale,
-)
+from fxprec.scaling.scale import SMALLEST_SCALE, TORCH_KEYS, checked_bounds, checked_count, checked_scale
 from fxprec.torch_internals import growth_tracker
 
 #: Precision of a decorated or registered function: the low dtype, FP32, or the widest of its arguments.

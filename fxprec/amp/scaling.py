@@ -14,14 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxprec.amp._amp_state import (
-    AmpLossScaler,
-    Properties,
-    checked_entry,
-    master_params,
-    maybe_print,
-    state,
-)
+from fxprec.amp._amp_state import AmpLossScaler, Properties, checked_entry, master_params, maybe_print, state
 
 #: Where an optimizer keeps its ``Stash``; its presence tells that it went through ``initialize``.
 STASH = "_amp_stash"

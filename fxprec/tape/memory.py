@@ -22,10 +22,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fxprec.torch_internals import (
-    negated,
-    storage_key,
-)
+from fxprec.torch_internals import negated, storage_key
 
 #: In which the errors of storages are kept.
 _ERRORS: Final = torch.float32

@@ -19,17 +19,11 @@ from fxprec.errors import CaptureError
 from fxprec.model.conversion import Conversion, conversion_of, is_converted
 from fxprec.model.entry_point import CallWatcher
 from fxprec.model.inference import accumulate
+from fxprec.model.warm_up import values_kept
 from fxprec.scaling.gradients import leaves_below, parameters_of
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.shadows import ShadowStore
-from fxprec.torch_internals import (
-    fresh_states,
-    place_scale,
-    scale_names,
-    scaler_states,
-    set_scaler_states,
-    tree_leaves,
-)
+from fxprec.torch_internals import fresh_states, place_scale, scale_names, scaler_states, set_scaler_states, tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,14 +354,9 @@ def scaler_untouched(scaler: GradScaler, device: torch.device) -> Iterator[None]
         return
     # A scale made lazily within the capture would lie in the graph's pool.
     place_scale(scaler, device)
-    tensors = scale_tensors(scaler)
-    values = [tensor.clone() for tensor in tensors]
-    try:
-        with scaler._aside() if isinstance(scaler, LossScaler) else _states_aside(scaler):
-            yield
-    finally:
-        for tensor, value in zip(tensors, values, strict=True):
-            tensor.copy_(value)
+    aside = scaler._aside() if isinstance(scaler, LossScaler) else _states_aside(scaler)
+    with values_kept(scale_tensors(scaler)), aside:
+        yield
 
 
 @contextmanager
