@@ -25,9 +25,10 @@ import fxprec
 from benchmarks.measure.peak import HostMeter, Marks
 from benchmarks.reports.ledger import Cost, Place, Planted, Sum, Variances
 from benchmarks.workloads.subjects import Subject
+from fxprec.inspection.nodes import NamedNode
 from fxprec.numerics import Ledger, audit
 from fxprec.numerics.problem import Batch
-from fxprec.tape.attribution import Attribution, NodeOf
+from fxprec.tape.attribution import Attribution
 
 __all__ = ["BITS", "added_up", "planted", "predicted", "rounded"]
 
@@ -130,7 +131,7 @@ def _planted(graph: int, name: str, bits: int, wide: bool) -> Iterator[None]:
     """Within, what a node gives is rounded, as if the node did it: in the ledger's reference, or in the run."""
     look = Attribution.look
 
-    def plant(watcher: Attribution, node: NodeOf, run: Callable[[], Any]) -> Any:
+    def plant(watcher: Attribution, node: NamedNode, run: Callable[[], Any]) -> Any:
         def run_and_round() -> Any:
             return pytree.tree_map_only(Tensor, lambda x: rounded(x, bits, wide) if x.is_floating_point() else x, run())
 

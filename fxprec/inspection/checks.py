@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fxprec.inspection.nodes import NamedNode, NodeByNode
 from fxprec.model.conversion import is_converted
 from fxprec.model.warm_up import values_kept
 from fxprec.passes.dtypes.fake_run import find_disagreement
@@ -22,7 +23,6 @@ from fxprec.passes.policy.policy import Policy
 from fxprec.passes.torch_internals import FakeTensorMode, tree_leaves, tree_map
 from fxprec.programs.program import Program, lift, without_autocast
 from fxprec.settings import Executor
-from fxprec.tape.attribution import NodeByNode, NodeOf
 from fxprec.torch_internals import OpMode, aten_foreach_copy_, aten_to_copy, current_autograd_node, view_base
 
 _VIEWS: Final = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "AliasBackward0"})
@@ -65,7 +65,7 @@ def assert_annotations_hold(model: nn.Module, *args: Any, **kwargs: Any) -> None
 def _checking(gm: GraphModule, ran: list[str]) -> NodeByNode:
     """Return an interpreter that checks each value of a graph, and adds the names of the nodes that ran."""
 
-    def look(node: NodeOf, run: Callable[[], Any]) -> Any:
+    def look(node: NamedNode, run: Callable[[], Any]) -> Any:
         value = run()
         if not isinstance(value, GraphModule):
             ran.append(node.name)

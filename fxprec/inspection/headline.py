@@ -307,7 +307,7 @@ def lost_constants(places: Iterable[NamedNode], low: torch.dtype) -> Iterator[st
     """
     # One line for a number and an op, with the lines of code that it is in: layers repeat it.
     found: dict[str, dict[str, None]] = {}
-    for _, _, node in places:
+    for node in (place.node for place in places):
         if node.op in ("placeholder", "get_attr", "output") or notes(node).inserted or not _is_low(node, low):
             continue
         if (loss := _LOSSES.get(facts_at(node).numbers)) is None:

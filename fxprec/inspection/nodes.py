@@ -1,4 +1,4 @@
-"""Find nodes of rewritten graphs by name, and say where in the user's source each comes from.
+"""Find nodes of rewritten graphs by name, say where in the user's source each comes from, and run a graph node by node.
 
 A pattern is a module path (it covers everything below), or else a node name; ``*``, ``?`` and ``[...]`` are wildcards,
 and ``*`` crosses dots, as in a Policy. ``op:softmax``, ``node:softmax_1`` and ``module:encoder`` say which is meant.
@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
 
 from fxprec.errors import did_you_mean
 from fxprec.kernels.launch.operands import LOW_DTYPES
+from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.graph.annotations import NO_OP, module_path, notes
 from fxprec.passes.graph.casts import CASTS
+from fxprec.passes.graph.exact_graph import plain
 from fxprec.passes.graph.subgraphs import subgraph_of
 from fxprec.passes.graph.text import dtype_name, shown_dtype
 from fxprec.passes.ops.table import facts_of
@@ -34,11 +37,23 @@ _LIBRARIES: Final = tuple(str(Path(file).parent) + os.sep for file in (torch.__f
 
 
 class NamedNode(NamedTuple):
-    """Node with the position of its graph, and its name there ("body.relu" in the body of a higher-order op)."""
+    """Node of a model's graphs, with its place there.
+
+    Attributes:
+        graph: the position of its graph among ``fxprec.graphs(model)``.
+        name: "body.relu" in the body of a higher-order op.
+        node: its annotations are those of the graph that users see, also where it is of the program that runs.
+        inputs: while it runs, the values of its ``inputs_of``.
+    """
 
     graph: int
     name: str
     node: Node
+    inputs: tuple[Any, ...] = ()
+
+
+#: Runs a node by calling the function, and gives what that gives.
+Look = Callable[[NamedNode, Callable[[], Any]], Any]
 
 
 def places(graph: int, gm: GraphModule, prefix: str = "") -> Iterator[NamedNode]:
@@ -183,3 +198,64 @@ def _short(file: str) -> str:
     if path.is_relative_to(here) and here.parent != here and "site-packages" not in path.parts:
         return path.relative_to(here).as_posix()
     return "/".join(path.parts[-2:]) if path.is_absolute() else file
+
+
+def inputs_of(node: Node) -> list[Node]:
+    """Return the nodes among a call's arguments in their order, each as often as it is there.
+
+    No pass changes it, but for casts that it puts in between: so a position means the same in every form of a graph.
+    """
+    found: list[Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+class NodeByNode(Interpreter):
+    """Interpreter of a graph, and of the bodies of higher-order ops in it whose calls are plain."""
+
+    def __init__(self, gm: GraphModule, look: Look, graph: int = 0, prefix: str = "", opened: bool = False) -> None:
+        super().__init__(gm, garbage_collect_values=True)
+        self.extra_traceback = False
+        self._look, self._graph, self._prefix, self._opened = look, graph, prefix, opened
+
+    def run_node(self, n: Node) -> Any:
+        if n.op == "output":
+            return super().run_node(n)
+        run = super().run_node
+        inputs = tuple(self.env[each] for each in inputs_of(n))
+        return self._look(NamedNode(self._graph, self._prefix + n.name, n, inputs), lambda: run(n))
+
+    def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return plain(super().output(target, args, kwargs))  # a loss may write to a dict that the model gives
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return self._body(target, value) if isinstance(value, GraphModule) else value
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        region = self.fetch_attr(target)
+        if not (self._opened and isinstance(region, FusedRegion)):
+            return super().call_module(target, args, kwargs)
+        return run_opened(region, NodeByNode(region.graph_module, self._look, self._graph, self._prefix), args)
+
+    def _body(self, name: str, body: GraphModule) -> GraphModule:
+        """Return a graph of one call, which runs the body node by node, however a higher-order op runs it."""
+        # A higher-order op calls a GraphModule, in its own way (a checkpoint, a branch): this one of a single node.
+        graph = Graph()
+        inputs = [graph.placeholder(str(node.target)) for node in body.graph.find_nodes(op="placeholder")]
+        within = NodeByNode(body, self._look, self._graph, f"{self._prefix}{name}.", self._opened)
+
+        def run(*args: Any) -> Any:
+            return within.run(*args)
+
+        graph.output(graph.call_function(run, tuple(inputs)))
+        gm = GraphModule({}, graph)
+        gm.meta = body.meta
+        return gm
+
+
+def run_opened(region: FusedRegion, interpreter: Interpreter, args: Sequence[Any]) -> Any:
+    """Run a fused region by an interpreter of its graph, on the arguments of its kernel."""
+    reads = len(region.graph_module.graph.find_nodes(op="placeholder"))  # the seeds of dropouts come after them
+    results = interpreter.run(*args[:reads])
+    return results[0] if region.single else results

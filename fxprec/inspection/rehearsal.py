@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.checkpoint import checkpoint
 
-from fxprec.inspection.nodes import is_inserted, moves_data, op_name
+from fxprec.inspection.nodes import is_inserted, moves_data, op_name, run_opened
 from fxprec.inspection.text import clause_of
 from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.kernels.rows.run.region import FusedRegion
@@ -256,9 +256,7 @@ class _Player(Interpreter):
         called = self.fetch_attr(target)
         if isinstance(called, FusedRegion):
             # A region runs as its ops: its kernel has no fake implementation that casts could be seen in.
-            reads = len(called.graph_module.graph.find_nodes(op="placeholder"))  # the seeds of dropouts come after them
-            results = self._inner(called.graph_module).run(*args[:reads])
-            return results[0] if called.single else results
+            return run_opened(called, self._inner(called.graph_module), args)
         return super().call_module(target, args, kwargs)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fxprec.errors import FxprecError
-from fxprec.inspection.nodes import is_own_code, op_name, source_line
+from fxprec.inspection.nodes import NamedNode, is_own_code, op_name, source_line
 from fxprec.inspection.text import fold
 from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.model.conversion import conversion_of
@@ -40,7 +40,6 @@ from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.ops.table import facts_at, facts_of
 from fxprec.passes.policy.policy import Policy
 from fxprec.settings import Settings
-from fxprec.tape.attribution import NodeOf
 from fxprec.tape.recorder import line_of
 from fxprec.torch_internals import tree_map_only
 
@@ -410,7 +409,7 @@ class _Clamping(Births):
         self._lines = lines
         self._clamps: dict[Node, bool] = {}
 
-    def look(self, node: NodeOf, run: Any) -> Any:
+    def look(self, node: NamedNode, run: Any) -> Any:
         """Run a node, and clamp its result where its line is one of those."""
         result = super().look(node, run)
         if node.node not in self._clamps:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fxprec.errors import FxprecError, few
 from fxprec.inspection.measured import subject_of
-from fxprec.inspection.nodes import op_name, short_paths
+from fxprec.inspection.nodes import NamedNode, op_name, short_paths
 from fxprec.model.conversion import conversion_of
 from fxprec.model.warm_up import kept
 from fxprec.numerics.births import dense
@@ -41,7 +41,7 @@ from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.gradients import local
 from fxprec.scaling.loss_scaler import LossScaler
-from fxprec.tape.attribution import Attribution, NodeOf, observe, written_by
+from fxprec.tape.attribution import Attribution, observe, written_by
 from fxprec.tape.operation import OpOrigin
 from fxprec.tape.recorder import line_of
 from fxprec.torch_internals import aten_foreach_copy_, aten_to_copy, current_autograd_node, storage_key, tree_leaves
@@ -351,7 +351,7 @@ class Counting(Attribution):
         for path, shadow in shadows.items():
             self._weight(path, shadow)
 
-    def look(self, node: NodeOf, run: Callable[[], Any]) -> Any:
+    def look(self, node: NamedNode, run: Callable[[], Any]) -> Any:
         """Run a node and count what it gives, except where a checkpoint computes it a second time."""
         self._running.append(_RunningNode())
         try:

@@ -25,6 +25,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fxprec.inspection.nodes import NamedNode
 from fxprec.model.conversion import conversion_of, original
 from fxprec.model.warm_up import kept
 from fxprec.numerics.births import (
@@ -40,7 +41,7 @@ from fxprec.numerics.births import (
     is_float,
     share_of,
 )
-from fxprec.tape.attribution import Attribution, NodeOf, observe, written_by
+from fxprec.tape.attribution import Attribution, observe, written_by
 from fxprec.tape.operation import OpOrigin
 from fxprec.tape.recorder import Decision, OpRecorder
 from fxprec.torch_internals import storage_key, tree_flatten, tree_leaves
@@ -110,7 +111,7 @@ class Births(Attribution):
             # A shadow may be refreshed in the same storage: what was known of its old values does not hold.
             self._births.pop(key, None)
 
-    def look(self, node: NodeOf, run: Any) -> Any:
+    def look(self, node: NamedNode, run: Any) -> Any:
         """Run a node, and register constants of the graph as sources."""
         result = super().look(node, run)
         if node.node.op == "get_attr" and is_float(result):

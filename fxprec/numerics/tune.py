@@ -20,7 +20,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxprec.errors import ConversionError
-from fxprec.inspection.nodes import op_name, places
+from fxprec.inspection.nodes import inputs_of, op_name, places
 from fxprec.model.conversion import conversion_of
 from fxprec.model.warm_up import kept
 from fxprec.numerics.audit import InputErrors, NotFiniteError, ledger_of
@@ -40,7 +40,6 @@ from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff, cheapest_
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.torch_internals import HigherOrderOperator
 from fxprec.settings import Lower, Settings
-from fxprec.tape.attribution import inputs_of
 
 #: Of the batches, one in so many is held out, to measure on.
 _HELD_OUT: Final = 4

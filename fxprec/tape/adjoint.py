@@ -30,8 +30,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fxprec.inspection.nodes import NodeByNode
 from fxprec.kernels.rows.run.region import FusedRegion
-from fxprec.tape.attribution import NodeByNode
 from fxprec.tape.memory import Memory, TensorPlace
 from fxprec.tape.operation import Operation, full_fp32
 from fxprec.tape.recorder import OpRecorder

@@ -2,7 +2,7 @@
 
 ::
 
-    with node_by_node(model, look):        # look(node, run) -> run()
+    with node_by_node(model, watcher):     # watcher.look(node, run) -> run()
         model(x)                           # the same kernels on the same values, one node after another
 
 Ops are seen as torch's dispatcher sees them: below autograd, above the kernels. In the forward an op belongs to the
@@ -15,61 +15,26 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.fx.node import map_arg
 
 from fxprec.capture.user_code import user_line
-from fxprec.kernels.rows.run.region import FusedRegion
+from fxprec.inspection.nodes import NamedNode, NodeByNode
 from fxprec.model.conversion import conversion_of
-from fxprec.passes.graph.exact_graph import plain
 from fxprec.passes.torch_internals import schema_of
 from fxprec.programs.program import Program, without_autocast
 from fxprec.tape.operation import OpOrigin
 from fxprec.torch_internals import OpMode, current_autograd_node, sequence_number
 
-#: Told before a program runs: path in the model -> shadow, of its low weights.
-Begin = Callable[[dict[str, Tensor]], None]
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 #: Writes that a schema does not say: name of the op -> positions of the arguments.
 _UNSAID: Final = {f"aten::{of}_batch_norm": (3, 4) for of in ("native", "cudnn", "miopen")}
 
 
-class NodeOf(NamedTuple):
-    """Node of a model's graphs.
-
-    Attributes:
-        graph: the position of its graph among ``fxprec.graphs(model)``.
-        name: "body.relu" in the body of a higher-order op.
-        node: of the program that runs; its annotations are those of the graph that users see.
-        inputs: the values of its ``inputs_of``.
-    """
-
-    graph: int
-    name: str
-    node: Node
-    inputs: tuple[Any, ...] = ()
-
-
-#: Runs a node by calling the function, and gives what that gives.
-Look = Callable[[NodeOf, Callable[[], Any]], Any]
-
-
-def inputs_of(node: Node) -> list[Node]:
-    """Return the nodes among a call's arguments in their order, each as often as it is there.
-
-    No pass changes it, but for casts that it puts in between: so a position means the same in every form of a graph.
-    """
-    found: list[Node] = []
-    map_arg((node.args, node.kwargs), found.append)
-    return found
-
-
 @contextlib.contextmanager
-def node_by_node(model: nn.Module, look: Look, begin: Begin, opened: bool = False) -> Iterator[None]:
+def node_by_node(model: nn.Module, watcher: Attribution, opened: bool = False) -> Iterator[None]:
     """Run a converted model's graphs node by node in the block: in calls of this thread, if captured before.
 
     Compiled graphs (``executor="inductor"``) run op by op as well. ``opened``: fused regions, too, whose kernels then
@@ -81,76 +46,22 @@ def node_by_node(model: nn.Module, look: Look, begin: Begin, opened: bool = Fals
             # Programs are frozen, since nothing else may change one: for the block their function is another.
             program = captured.program
             undo.callback(object.__setattr__, program, "function", program.function)
-            stepwise = _in_steps(program, graph, look, begin, opened, conversion.settings.device)
+            stepwise = _in_steps(program, graph, watcher, opened, conversion.settings.device)
             object.__setattr__(program, "function", stepwise)
         yield
 
 
-def _in_steps(program: Program, graph: int, look: Look, begin: Begin, opened: bool, device: str) -> Callable[..., Any]:
-    interpreter = NodeByNode(program.gm, look, graph, opened=opened)
+def _in_steps(program: Program, graph: int, watcher: Attribution, opened: bool, device: str) -> Callable[..., Any]:
+    interpreter = NodeByNode(program.gm, watcher.look, graph, opened=opened)
     function, own = program.function, threading.get_ident()
 
     def run(*args: Any) -> Any:
-        begin(dict(zip(program.low, args, strict=False)))
+        watcher.begin(dict(zip(program.low, args, strict=False)))
         return interpreter.run(*args)
 
     here = without_autocast(run, device)
     # A data loader's thread, or a server's, goes on with the program as it was.
     return lambda *args: (here if threading.get_ident() == own else function)(*args)
-
-
-class NodeByNode(Interpreter):
-    """Interpreter of a graph, and of the bodies of higher-order ops in it whose calls are plain."""
-
-    def __init__(self, gm: GraphModule, look: Look, graph: int = 0, prefix: str = "", opened: bool = False) -> None:
-        super().__init__(gm, garbage_collect_values=True)
-        self.extra_traceback = False
-        self._look, self._graph, self._prefix, self._opened = look, graph, prefix, opened
-
-    def run_node(self, n: Node) -> Any:
-        if n.op == "output":
-            return super().run_node(n)
-        run = super().run_node
-        inputs = tuple(self.env[each] for each in inputs_of(n))
-        return self._look(NodeOf(self._graph, self._prefix + n.name, n, inputs), lambda: run(n))
-
-    def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return plain(super().output(target, args, kwargs))  # a loss may write to a dict that the model gives
-
-    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        value = super().get_attr(target, args, kwargs)
-        return self._body(target, value) if isinstance(value, GraphModule) else value
-
-    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        region = self.fetch_attr(target)
-        if not (self._opened and isinstance(region, FusedRegion)):
-            return super().call_module(target, args, kwargs)
-        # The region's own graph, with the names that its nodes would have without fusion.
-        gm = region.graph_module
-        reads = len(gm.graph.find_nodes(op="placeholder"))  # a last argument is seeds, for the kernel
-        results = NodeByNode(gm, self._look, self._graph, self._prefix).run(*args[:reads])
-        return results[0] if region.single else results
-
-    def _body(self, name: str, body: GraphModule) -> GraphModule:
-        """Return a graph of one call, which runs the body node by node, however a higher-order op runs it."""
-        # A higher-order op calls a GraphModule, in its own way (a checkpoint, a branch): this one of a single node.
-        graph = Graph()
-        inputs = [graph.placeholder(str(node.target)) for node in body.graph.find_nodes(op="placeholder")]
-        graph.output(graph.call_module("body", tuple(inputs)))
-        gm = GraphModule(
-            {"body": _Runs(NodeByNode(body, self._look, self._graph, f"{self._prefix}{name}.", self._opened))}, graph
-        )
-        gm.meta = body.meta
-        return gm
-
-
-class _Runs(nn.Module):
-    def __init__(self, interpreter: Interpreter) -> None:
-        super().__init__()
-        self._interpreter = interpreter
-
-    def forward(self, *args: Any) -> Any:
-        return self._interpreter.run(*args)
 
 
 class Attribution(OpMode):
@@ -168,7 +79,7 @@ class Attribution(OpMode):
     def begin(self, shadows: Mapping[str, Tensor]) -> None:
         """Begin a program; ``shadows``: path in the model -> low copy, of the weights that it reads low."""
 
-    def look(self, node: NodeOf, run: Callable[[], Any]) -> Any:
+    def look(self, node: NamedNode, run: Callable[[], Any]) -> Any:
         """Run a node; ops that run meanwhile belong to it."""
         # Sequence numbers that autograd gives out meanwhile are those of this node's backward.
         origin, first = OpOrigin("node", node.name, node.graph, node=node.node), sequence_number()
@@ -230,6 +141,6 @@ def observe(model: nn.Module, watcher: Attribution, run: Callable[[], Any], open
     """
     conversion = conversion_of(model)
     captures = conversion.captures
-    with node_by_node(model, watcher.look, watcher.begin, opened), watcher:
+    with node_by_node(model, watcher, opened), watcher:
         result = run()
     return (result,) if captures == conversion.captures else None

@@ -13,12 +13,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fxprec.inspection.nodes import short_paths, source_line
+from fxprec.inspection.nodes import NamedNode, short_paths, source_line
 from fxprec.inspection.prices import Size
 from fxprec.inspection.text import as_json
 from fxprec.model.conversion import conversion_of
 from fxprec.passes.graph.annotations import nested
-from fxprec.tape.attribution import Attribution, NodeOf, observe, written_by
+from fxprec.tape.attribution import Attribution, observe, written_by
 from fxprec.tape.memory import Memory, TensorPlace
 from fxprec.tape.operation import Operation, OpOrigin, full_fp32, is_place
 from fxprec.torch_internals import (
@@ -122,25 +122,20 @@ class OpRecorder(Attribution):
                     self.operations[number] = replace(operation, origin=OpOrigin("weight", keys[key][0]))
         self._unread |= {key: keys[key] for key in made}
 
-    def look(self, node: NodeOf, run: Callable[[], Any]) -> Any:
-        value = self._looked(node, run)
-        self.sizes[node.graph, node.name] = nested(value, Size.of)
-        return value
-
-    def _looked(self, node: NodeOf, run: Callable[[], Any]) -> Any:
-        if self.rounded is None:
-            return super().look(node, run)
+    def look(self, node: NamedNode, run: Callable[[], Any]) -> Any:
         # By storage, since a node's ops may read views of what it was handed.
         handed: dict[int, dict[TensorPlace, int]] = {}
-        for position, value in enumerate(node.inputs):
+        for position, value in enumerate(node.inputs if self.rounded is not None else ()):
             if isinstance(value, Tensor) and value.is_floating_point() and _is_plain(value):
                 place = self.memory.place(value)
                 handed.setdefault(place.storage, {}).setdefault(place, position)
         self._handed.append(handed)
         try:
-            return super().look(node, run)
+            result = super().look(node, run)
         finally:
             self._handed.pop()
+        self.sizes[node.graph, node.name] = nested(result, Size.of)
+        return result
 
     def op(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: OpOrigin) -> Any:
         """Run an op, record it, and run it in the reference."""
@@ -195,7 +190,7 @@ class OpRecorder(Attribution):
             self.skipped.add(function.name())
         if fresh or written:
             outputs = (*(memory.place(results[n]) for n in fresh), *(places[n] for n in written))
-            inputs = self._inputs(places) if self._handed and not origin.backward else {}
+            inputs = {} if origin.backward else self._inputs(places)
             made = Operation(
                 function, tuple(places), spec, tuple(fresh), tuple(written), outputs, before, origin, inputs=inputs
             )
@@ -218,7 +213,7 @@ class OpRecorder(Attribution):
     def _inputs(self, read: Sequence[Any]) -> dict[TensorPlace, int]:
         """Return the node's inputs that an op reads; a view of one begins at or behind its beginning."""
         found: dict[TensorPlace, int] = {}
-        for place in read:
+        for place in read if self._handed and self._handed[-1] else ():
             known = self._handed[-1].get(place.storage, {}) if isinstance(place, TensorPlace) else {}
             if known:
                 best = max(known, key=lambda own: (own == place, own.offset <= place.offset, own.offset))
