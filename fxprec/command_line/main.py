@@ -9,9 +9,9 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from fxprec.numerics.audit import audit
 from fxprec.numerics.locate import locate
 from fxprec.numerics.problem import Problem, under
 from fxprec.numerics.ranges import ranges
-from fxprec.numerics.tune import search
+from fxprec.numerics.tune import Told, search
 from fxprec.passes.costs.device_costs import DeviceCosts, Work, time_text
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.policy.policy import LEVELS, Policy
@@ -67,14 +67,12 @@ def tell(options: argparse.Namespace, found: Any, text: str = "") -> None:
     print(text or found)
 
 
-T = TypeVar("T")
-
 #: Seconds that pass in silence, and between lines where stderr is no terminal.
 _SILENT: Final = 2.0
 
 
 class Waiting:
-    """Context of long work: ``waiting.say("capturing")``, ``waiting.count("batches", batches)``."""
+    """Context of long work: ``waiting.say("capturing")``."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -96,13 +94,6 @@ class Waiting:
     def say(self, what: str) -> None:
         """Set the text of what is done now."""
         self._text = what
-
-    def count(self, what: str, each: Sequence[T]) -> Iterator[T]:
-        """Yield these one by one, and say how many were taken."""
-        for number, one in enumerate(each, 1):
-            self.say(f"{what}: {number} of {len(each)}")
-            yield one
-        self.say(f"{what}: done, adding up")
 
     def _show(self) -> None:
         started = time.monotonic()
@@ -325,7 +316,7 @@ def _report(options: argparse.Namespace, waiting: Waiting) -> int:
 
 def _audit(options: argparse.Namespace, waiting: Waiting) -> int:
     target = _target(options, waiting)
-    batches = waiting.count("batches", target.batches)
+    batches = Told("running", target.batches, waiting.say)
     how = {name: getattr(options, name) for name in ("gradients", "method", "routes", "savings")}
     found = audit(target.model, batches, target.loss, **how)
     tell(options, found)
@@ -337,7 +328,7 @@ def _locate(options: argparse.Namespace, waiting: Waiting) -> int:
     target = _target(options, waiting)
     scaler = _scaler(options)
     count = len(target.batches)
-    for number, batch in enumerate(waiting.count("batches", target.batches), 1):
+    for number, batch in enumerate(Told("running", target.batches, waiting.say), 1):
         if (found := locate(target.model, batch, target.loss, scaler, method=options.method)) is not None:
             tell(options, {"batch": number, **found.to_dict()}, f"batch {number} of {count}: {found}")
             return 1
@@ -348,7 +339,7 @@ def _locate(options: argparse.Namespace, waiting: Waiting) -> int:
 
 def _ranges(options: argparse.Namespace, waiting: Waiting) -> int:
     target = _target(options, waiting)
-    found = ranges(target.model, waiting.count("batches", target.batches), target.loss, _scaler(options))
+    found = ranges(target.model, Told("running", target.batches, waiting.say), target.loss, _scaler(options))
     tell(options, found)
     _write_page(options, lambda: report(target.model), ranges=found)
     return 0

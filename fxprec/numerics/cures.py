@@ -35,6 +35,7 @@ from fxprec.numerics.births import Birth, Source
 from fxprec.numerics.overrides import Words, is_view, near_by, overridden, readers
 from fxprec.numerics.problem import converted_anew
 from fxprec.numerics.step import Births, TrainingStep
+from fxprec.passes.costs.device_costs import DeviceCosts
 from fxprec.passes.graph.annotations import Rule, module_path, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.ops.table import facts_at, facts_of
@@ -53,7 +54,7 @@ _MOST_UP: Final = 3
 _MOST_LINES: Final = 4
 #: Bits that an advised loss scale leaves to the largest gradient.
 _HEADROOM: Final = 2
-#: Arguments of ``fxprec.convert`` besides dtype and policy that a cure repeats where they are not the default.
+#: Arguments of ``fxprec.convert`` besides dtype and policy that are repeated where they are not the default.
 _REPEATED: Final = ("placement", "lower", "fuse", "capture", "executor", "keep_output_dtype", "methods")
 _ALL_FP32: Final = (
     'fxprec.convert(model, policy=fxprec.Policy.preset("O0"))  '
@@ -158,12 +159,10 @@ class Search:
     Attributes:
         step: that has a fault.
         beyond: a fault that is none of the precision's, and may stay.
-        most: changes that are tried.
     """
 
     step: TrainingStep
     beyond: Birth | None = None
-    most: int = _MOST_TRIES
     _tried: int = field(default=0, init=False)
     _repeated: bool = field(default=False, init=False)
     _known: dict[frozenset[Words], Left] = field(default_factory=dict, init=False)
@@ -192,7 +191,7 @@ class Search:
         alike: dict[tuple[str, str], int] = {}
         left: Birth | None = birth
         # What was flushed to 0 before may be the cause of the inf after it: both are widened.
-        while left is not None and self._tried < self.most:
+        while left is not None and self._tried < _MOST_TRIES:
             births = [each for each in (left.flushed, left) if each is not None]
             more = chosen | {key: None for each in births for key in (width(each) or _by_node(each))}
             if len(more) == len(chosen):  # a policy that names each node keeps a view low
@@ -214,7 +213,7 @@ class Search:
         for key in found.chosen if found.chosen is not None and len(found.chosen) > 1 else ():
             assert found.chosen is not None
             fewer = {other: None for other in found.chosen if other != key}
-            if fewer and self._tried < self.most and self._in_fp32(fewer)[1] == found.scale:
+            if fewer and self._tried < _MOST_TRIES and self._in_fp32(fewer)[1] == found.scale:
                 found = Tried({}, fewer, found.scale)
         return found
 
@@ -304,17 +303,17 @@ def shown(settings: Settings, tried: Tried) -> str:
         policy = f'fxprec.Policy.preset("{level}")'
         if level != "O0" and (own.overrides or own.rules):
             policy = f'fxprec.Policy("{level}", policy.overrides, policy.rules)'
+    dtype = tried.changed.get("dtype", settings.dtype)
+    return f"fxprec.convert(model, dtype={dtype}, policy={policy}{further_arguments(settings)})"
+
+
+def further_arguments(settings: Settings) -> str:
+    """Write the arguments of ``fxprec.convert`` besides dtype and policy that are not the default, in Python."""
     defaults = {each.name: each.default for each in fields(settings)}
     others = {name: getattr(settings, name) for name in _REPEATED if getattr(settings, name) != defaults[name]}
-    further = "".join(f", {name}={_written(name, value)}" for name, value in others.items())
-    return f"fxprec.convert(model, dtype={tried.changed.get('dtype', settings.dtype)}, policy={policy}{further})"
-
-
-def _written(name: str, value: object) -> str:
-    """Return a setting in Python; what has no short form under the name of the argument."""
-    if isinstance(value, str):
-        return f'"{value}"'
-    return repr(value) if isinstance(value, bool | tuple) else name
+    # Costs have no short form: they are to be had under a name.
+    texts = {name: "costs" if isinstance(value, DeviceCosts) else repr(value) for name, value in others.items()}
+    return "".join(f", {name}={text}" for name, text in texts.items()).replace("'", '"')
 
 
 def in_bfloat16(step: TrainingStep) -> str:

@@ -24,6 +24,7 @@ from fxprec.inspection.nodes import inputs_of, op_name, places
 from fxprec.model.conversion import conversion_of
 from fxprec.model.warm_up import kept
 from fxprec.numerics.audit import InputErrors, NotFiniteError, ledger_of
+from fxprec.numerics.cures import further_arguments
 from fxprec.numerics.ledger import Ledger
 from fxprec.numerics.locate import keep_finite
 from fxprec.numerics.overrides import Words, in_fewer_lines, overridden
@@ -90,8 +91,8 @@ def tune(
     return search(model, batches, loss, error, time, lambda _: None)
 
 
-class _Told(list[Batch]):
-    """List of batches that reports whenever one is taken."""
+class Told(list[Batch]):
+    """List of batches that reports whenever one is taken, to ``say``."""
 
     def __init__(self, what: str, batches: Iterable[Batch], say: Callable[[str], None]) -> None:
         super().__init__(batches)
@@ -113,7 +114,7 @@ def search(
     lowering = replace(settings.policy, level="O1") if settings.policy.level == "O0" else settings.policy
     _check_budget(error, time)
     calibration, held_out = _split([*problem.batches(batches)])
-    calibration, held_out = _Told("auditing", calibration, say), _Told("measuring", held_out, say)
+    calibration, held_out = Told("auditing", calibration, say), Told("measuring", held_out, say)
     study = Study.of(problem, replace(settings, policy=lowering), calibration)
     start = study.decided(settings.policy)
     base = start if lowering is settings.policy else study.decided(lowering)
@@ -159,23 +160,15 @@ def _missed(before: Figures, after: Figures, error: float | None, time: float | 
 
 
 def _call_of(settings: Settings) -> str:
-    """Return the call of ``convert`` with these settings, as far as they decide which nodes are low, and a policy."""
+    """Return the call of ``convert`` with these settings and a policy."""
     # A policy file has no dtype, costs or kernels, and all of them decide: the file's comment tells them.
-    arguments = [f"dtype={settings.dtype}"]
     costs = ""
     if isinstance(settings.lower, DeviceCosts):
-        arguments.append("lower=costs")
         costs = f"; costs are those of {settings.lower}, which DeviceCosts.from_dict reads from a file"
     elif settings.lower != "always":
-        arguments.append(f'lower="{settings.lower}"')
         costs = f"; costs of the device were those of {settings.device_costs}"
-    if settings.fuse != "auto":
-        arguments.append(f"fuse={settings.fuse!r}")
-    if not settings.keep_output_dtype:
-        arguments.append("keep_output_dtype=False")
-    if settings.executor != "eager":
-        arguments.append(f'executor="{settings.executor}"')
-    return f"fxprec.convert(model, example_inputs, {', '.join(arguments)}, policy=policy){costs}"
+    further = further_arguments(settings)
+    return f"fxprec.convert(model, example_inputs, dtype={settings.dtype}{further}, policy=policy){costs}"
 
 
 def _settings_of(model: nn.Module) -> Settings:

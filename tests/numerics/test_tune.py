@@ -454,7 +454,7 @@ def test_a_budget_that_is_missed_where_it_is_measured_is_told(monkeypatch: pytes
     ("settings", "call"),
     [
         ({}, "lower=costs, policy=policy); costs are those of"),
-        ({"fuse": "aten"}, "lower=costs, fuse='aten', policy=policy)"),
+        ({"fuse": "aten"}, 'lower=costs, fuse="aten", policy=policy)'),
         ({"lower": "pays"}, 'dtype=torch.bfloat16, lower="pays", policy=policy); costs of the device were those of'),
         ({"lower": "always"}, "dtype=torch.bfloat16, policy=policy)"),
     ],
