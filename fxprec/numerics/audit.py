@@ -20,7 +20,7 @@ from fxprec.model.conversion import conversion_of
 from fxprec.model.warm_up import kept
 from fxprec.numerics.births import Swallow
 from fxprec.numerics.ledger import MEASURED, GradientError, Ledger, OpPart, Row, Sample, ordered, with_savings
-from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
+from fxprec.numerics.problem import Batch, Loss, Problem, gradients_of, not_in_inference_mode, run_backward
 from fxprec.numerics.routes import OwnWay, Routes, own_way
 from fxprec.numerics.step import compared
 from fxprec.passes.graph.annotations import module_path, notes
@@ -187,12 +187,8 @@ def ledger_of(
 def _run(problem: Problem, batch: Batch, gradients: bool) -> Tensor | list[Tensor]:
     """Run a batch, and its backward where gradients are asked about."""
     value = problem.run(batch)
-    if gradients:
-        # Of outputs that are no loss the gradients are those of their sum, as in ``Problem.step``.
-        total = value if isinstance(value, Tensor) else sum((each.sum() for each in value), torch.zeros(()))
-        if not total.requires_grad:
-            raise ValueError("gradients=True, and what the model gives depends on no parameter that wants a gradient")
-        total.sum().backward()
+    if gradients and not run_backward(value):
+        raise ValueError("gradients=True, and what the model gives depends on no parameter that wants a gradient")
     return value
 
 
@@ -316,7 +312,7 @@ class _LedgerBuilder:
         # Parameters that the reference's own way reaches and the run does not count in full: their gradient in the run
         # is 0.
         if self._gradients:
-            found = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
+            found = gradients_of(self._model)
             places = [memory.place(gradient.detach()) for gradient in found.values()]
             more = {} if fitting is None else dict(fitting.gradients)
             paired = [more.pop(name, torch.zeros_like(memory.exact(p))) for name, p in zip(found, places, strict=True)]

@@ -369,7 +369,7 @@ def with_savings(problem: Problem, ledger: Ledger, batches: Sequence[Batch], aud
     chosen = sorted(shares, key=lambda names: -shares[names])[:most]
     before = [audited(problem, batch) for batch in batches]
     start, own = [mean_square(each) for each in before], _signatures(problem.model)
-    measured: dict[Names, tuple[float, float | None]] = {}
+    measured: dict[Names, dict[str, Any]] = {}
     for names in chosen if any(start) else ():
         policy = conversion_of(problem.model).settings.policy.override(nodes=dict.fromkeys(names, torch.float32))
         try:
@@ -378,15 +378,11 @@ def with_savings(problem: Problem, ledger: Ledger, batches: Sequence[Batch], aud
             other = _signatures(trial.model)
             # Nodes that are the same in both models differ by chance: their squares are left out on both sides.
             same = {name for name in own if own[name] == other.get(name)}
-            measured[names] = saved(start, [_gone(one, two, same) for one, two in zip(before, after, strict=True)])
+            saves, error = saved(start, [_gone(one, two, same) for one, two in zip(before, after, strict=True)])
+            measured[names] = {"saves": saves, "saves_error": error, "override": names}
         except (FxprecError, ValueError):  # a node has another name where it is in FP32; an error that is not finite
             continue
-    rows = [
-        replace(row, saves=measured[names][0], saves_error=measured[names][1], override=names)
-        if names in measured
-        else row
-        for row, names in zip(ledger.rows, wanted, strict=True)
-    ]
+    rows = [replace(row, **measured.get(names, {})) for row, names in zip(ledger.rows, wanted, strict=True)]
     left = len(shares) - len(measured)
     remark = (
         "saves: the part of the mean square error that is gone with row.override in FP32, measured on a copy of the "

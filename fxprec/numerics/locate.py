@@ -15,7 +15,7 @@ from fxprec.inspection.nodes import op_name
 from fxprec.inspection.text import as_json
 from fxprec.numerics.births import Birth, Source, Swallow, dense, is_finite
 from fxprec.numerics.cures import Cure, Search, code_cure, in_bfloat16, policy_cure, smaller_scale
-from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
+from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode, scale_of
 from fxprec.numerics.step import Births, Results, Run, TrainingStep
 from fxprec.passes.graph.annotations import module_path
 from fxprec.passes.graph.text import dtype_name
@@ -215,15 +215,12 @@ def locate(
             converted.
     """
     problem = Problem.of(model, loss, "locate", method)
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"scaler must be a LossScaler or None, not {type(scaler).__name__}")
+    scale = scale_of(scaler)
     [batch] = problem.batches([batch])
-    # A disabled scaler has a scale as well, which nothing is multiplied by.
-    scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
     step = _BatchStep(model, scale, problem, batch)
     found = step.watched(flushed=False)
     finding = fault_of(step, found) if found.fault is not None else _bad_weight(step) or _lost_gradient(step, found)
-    if finding is None or found.births is None or not found.births.reads_numbers:
+    if finding is None or not found.births.reads_numbers:
         return finding
     return replace(finding, decisions=step.decisions())
 
@@ -249,11 +246,9 @@ class _BatchStep(TrainingStep):
     problem: Problem
     batch: Batch
 
-    def on(self, model: nn.Module) -> TrainingStep:
-        return replace(self, model=model, problem=replace(self.problem, model=model))
-
     def run(self) -> Results:
-        values, gradients = self.problem.step(self.batch, self.scale)
+        # The step may be that of a copy of the problem's model.
+        values, gradients = replace(self.problem, model=self.model).step(self.batch, self.scale)
         what = "outputs" if self.problem.loss is None and (len(values) > 1 or values[0].numel() > 1) else "loss"
         return Results(what, values, gradients)
 
@@ -294,7 +289,6 @@ def _lost_gradient(step: TrainingStep, found: Run) -> Finding | None:
         return None
     # Zeros are followed in float64 beside every op, which is slow: only once a lost gradient is known.
     again = step.watched(flushed=True)
-    assert again.births is not None
     flushed = ((again.births.flush(again.gradients[name]), name) for name in names)
     births = [(birth, f"the gradient of {name}") for birth, name in flushed if birth is not None]
     if not births:

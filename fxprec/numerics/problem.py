@@ -104,7 +104,7 @@ class Problem:
             return value
         # transformers' models return their loss beside the logits.
         own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if isinstance(own, Tensor) and own.numel() == 1:
+        if isinstance(own, Tensor) and own.numel() == 1 and own.is_floating_point():
             return own
         values = [each for each in leaves_of(output) if isinstance(each, Tensor) and each.is_floating_point()]
         if not values:
@@ -131,12 +131,8 @@ class Problem:
         Of outputs that are no loss the backward is that of their sum.
         """
         value = self.run(batch)
+        run_backward(value, scale)
         values = value if isinstance(value, list) else [value]
-        total = value
-        if isinstance(value, list) or not value.is_floating_point():
-            total = sum(each.sum() if each.is_floating_point() else each.abs().sum() for each in values)
-        if isinstance(total, Tensor) and total.requires_grad:
-            (total * scale if scale != 1.0 else total).backward()
         return [each.detach() for each in values], gradients_of(self.model)
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -164,6 +160,26 @@ class Problem:
             yield tree_map_only(Tensor, lambda x: x.clone() if x.is_inference() else x, batch)
         if empty:
             raise ValueError("there is no batch: the list is empty, or an iterator that was used up")
+
+
+def run_backward(value: Tensor | list[Tensor], scale: float = 1.0) -> bool:
+    """Run the backward of a loss, or of the sum of outputs, at a loss scale; return False where nothing has one."""
+    total: Any = value if isinstance(value, Tensor) else sum(each.sum() for each in value)
+    if total.requires_grad:
+        (total * scale if scale != 1.0 else total).backward()
+    return total.requires_grad
+
+
+def scale_of(scaler: object) -> float:
+    """Return the loss scale that a scaler multiplies by: 1.0 without any, or where it is disabled.
+
+    Raises:
+        TypeError: it is no scaler.
+    """
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler must be a LossScaler or None, not {type(scaler).__name__}")
+    # A disabled scaler has a scale as well, which nothing is multiplied by.
+    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
 
 
 def converted_anew(model: nn.Module, **changed: Any) -> nn.Module:

@@ -6,6 +6,7 @@ the graphs.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -20,9 +21,7 @@ from fxprec.errors import FxprecError, few
 from fxprec.inspection.measured import subject_of
 from fxprec.inspection.nodes import NamedNode, op_name, short_paths
 from fxprec.model.conversion import conversion_of
-from fxprec.model.warm_up import kept
-from fxprec.numerics.births import dense
-from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode, under
+from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode, scale_of, under
 from fxprec.numerics.range_table import (
     Magnitudes,
     Range,
@@ -37,11 +36,12 @@ from fxprec.numerics.range_table import (
     power,
     tightest_first,
 )
+from fxprec.numerics.step import observed
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
-from fxprec.scaling.gradients import local
+from fxprec.scaling.gradients import local_values
 from fxprec.scaling.loss_scaler import LossScaler
-from fxprec.tape.attribution import Attribution, observe, written_by
+from fxprec.tape.attribution import Attribution, written_by
 from fxprec.tape.operation import OpOrigin
 from fxprec.tape.recorder import line_of
 from fxprec.torch_internals import aten_foreach_copy_, aten_to_copy, current_autograd_node, storage_key, tree_leaves
@@ -86,14 +86,11 @@ def ranges(
         ValueError: no batch, a loss that is no scalar, ``every`` below 1.
     """
     problem = Problem.of(model, loss, "ranges")
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"scaler must be a LossScaler or None, not {type(scaler).__name__}")
+    scale = scale_of(scaler)
     if not isinstance(every, int) or isinstance(every, bool):
         raise TypeError(f"every must be a whole number, not {type(every).__name__}: 10 looks at every tenth batch")
     if every < 1:
         raise ValueError(f"every must be at least 1, not {every}: 10 looks at every tenth batch")
-    scaled = scaler is not None and scaler.is_enabled()
-    scale = float(scaler.get_scale()) if scaler is not None and scaled else 1.0
     low = conversion_of(model).settings.dtype
     own, wide, remarks = Counting(model), Counting(model), []
     # What became 0 in float16 shows only beside a run with more exponents.
@@ -127,7 +124,8 @@ def ranges(
         except (FxprecError, RuntimeError, ValueError) as error:
             why = _first_line(error)
             remarks.append(f"judged as if float16 kept nothing more in FP32, as the model does not run in it ({why})")
-    warnings = _warnings(seen, seen_in, advice.scale) if low is torch.float16 and not scaled else ()
+    unscaled = low is torch.float16 and (scaler is None or not scaler.is_enabled())
+    warnings = _warnings(seen, seen_in, advice.scale) if unscaled else ()
     return Ranges(
         rows=tightest_first(rows),
         batches=number,
@@ -163,7 +161,7 @@ class _Faults:
         """Note one batch. Outputs that are no loss may be infinite."""
         # Flags are kept on the device: a wait for each batch would slow the run.
         loss = values if len(values) == 1 and values[0].numel() == 1 else ()
-        for flags, tensors in zip(self._sound.values(), (loss, map(dense, map(local, gradients))), strict=True):
+        for flags, tensors in zip(self._sound.values(), (loss, map(local_values, gradients)), strict=True):
             sound = [tensor.isfinite().all() for tensor in tensors]
             flags.append(torch.stack(sound).all() if sound else torch.tensor(True))
 
@@ -178,19 +176,14 @@ class _Faults:
 
 def _counted(problem: Problem, batch: Batch, scale: float, faults: _Faults) -> Counting:
     """Run one training step and return what it counted."""
-    # A run that captured graphs counted ops outside of them: it is repeated.
-    while True:
-        counting = Counting(problem.model)
-        with kept(problem.model):
-            observed = observe(problem.model, counting, lambda: problem.step(batch, scale), opened=True)
-            if observed is not None:
-                ((values, gradients),) = observed
-                for name, gradient in gradients.items():
-                    counting.gradient(name, gradient)
-                if gradients and len(values) == 1 and values[0].numel() == 1:
-                    counting.count(OpOrigin("outside", "scaled loss", backward=True), values[0] * scale)
-                faults.note(values, gradients.values())
-                return counting
+    run = functools.partial(problem.step, batch, scale)
+    counting, (values, gradients) = observed(problem.model, run, lambda _: Counting(problem.model))
+    for name, gradient in gradients.items():
+        counting.gradient(name, gradient)
+    if gradients and len(values) == 1 and values[0].numel() == 1:
+        counting.count(OpOrigin("outside", "scaled loss", backward=True), values[0] * scale)
+    faults.note(values, gradients.values())
+    return counting
 
 
 def _rows(counting: Counting) -> list[Range]:
@@ -338,9 +331,7 @@ class Counting(Attribution):
 
     def gradient(self, path: str, gradient: Tensor) -> None:
         """Count what a parameter's gradient is when the backward is done; of a distributed one what this rank holds."""
-        gradient = local(gradient)
-        if gradient.layout is torch.sparse_coo:
-            gradient = gradient.coalesce().values()
+        gradient = local_values(gradient)
         if can_count(gradient):
             self.count(OpOrigin("weight", path, backward=True), gradient)
         else:

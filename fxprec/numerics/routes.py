@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from fxprec.model.warm_up import kept
 from fxprec.numerics.ledger import Cause, Route
+from fxprec.numerics.problem import gradients_of
 from fxprec.passes.graph.annotations import module_path
 from fxprec.tape.attribution import observe
 from fxprec.tape.memory import TensorPlace, difference
@@ -340,7 +341,7 @@ def own_way(model: nn.Module, run: Callable[[], Tensor | list[Tensor]], referenc
             if recorded is None:
                 continue
             recorder, value = recorded
-            exact = {name: _exact(recorder, p.grad) for name, p in model.named_parameters() if p.grad is not None}
+            exact = {name: _exact(recorder, gradient) for name, gradient in gradients_of(model).items()}
             values = value if isinstance(value, list) else [value]
             return OwnWay(tuple(_exact(recorder, each) for each in values), exact, ops_of(recorder.operations))
     return None

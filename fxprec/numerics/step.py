@@ -57,7 +57,7 @@ _SELECTS: Final = frozenset({
     "aten::where", "aten::masked_fill", "aten::masked_fill_", "aten::masked_select", "aten::index", "aten::index_put_",
     "aten::index_select", "aten::gather",
 })  # fmt: skip
-B = TypeVar("B", bound="Births")
+B = TypeVar("B", bound=Attribution)
 
 
 class Births(Attribution):
@@ -367,13 +367,19 @@ def compared(
 
 
 def observed(model: nn.Module, run: Callable[[], R], make: Callable[[dict[str, nn.Parameter]], B]) -> tuple[B, R]:
-    """Run something on a converted model and follow its values, again until it captures no graph."""
+    """Run something on a converted model under an attribution, again until it captures no graph.
+
+    Args:
+        model: converted; it is left as it was.
+        run: calls it.
+        make: path in the model -> weight -> an attribution, of which a run that captured graphs leaves nothing.
+    """
     while True:
-        births = make(dict(model.named_parameters(remove_duplicate=False)))
+        watcher = make(dict(model.named_parameters(remove_duplicate=False)))
         with kept(model):
-            result = observe(model, births, run, opened=True)
+            result = observe(model, watcher, run, opened=True)
             if result is not None:
-                return births, result[0]
+                return watcher, result[0]
 
 
 def _saturates(clamped: Tensor) -> bool:
@@ -406,20 +412,18 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Step that ran, with its first fault.
+    """Step that ran op by op, with its first fault.
 
     Attributes:
         fault: the birth of the first value that is not finite and counts, and what it reached.
         gradients: path -> gradient of the parameter.
         births: what watched.
-        is_finite: neither loss, outputs nor gradients have other values.
         swallowed: what made finite values of the fault; None: nothing did, and it reached what it is said to reach.
     """
 
     fault: tuple[Birth, str] | None
     gradients: Mapping[str, Tensor]
-    births: Births | None
-    is_finite: bool
+    births: Births
     swallowed: Swallow | None = None
 
     @property
@@ -481,13 +485,12 @@ class TrainingStep(ABC):
         """Return numbers that Python reads, and that a reference beside the run has otherwise."""
         return tuple(compared(self.model, self.run, self._sources)[0].recorder.decisions)
 
-    def as_it_is(self) -> Run:
+    def as_it_is(self) -> Results:
         """Run the step as the model runs it, without looking at its ops."""
         with kept(self.model):
-            results = self.run()
-        return Run(None, results.gradients, None, results.is_finite)
+            return self.run()
 
-    def in_fp32(self) -> Run | None:
+    def in_fp32(self) -> Results | None:
         """Run the original model's step, unscaled; None where it does not run without being converted."""
         with original(self.model):
             try:
@@ -517,4 +520,4 @@ def _judged(births: Births, results: Results) -> Run:
         found = ((births.birth(dense(gradient)), name) for name, gradient in results.gradients.items())
         faults = [(birth, f"the gradient of {name}") for birth, name in found if birth is not None]
     first = min(faults, key=lambda fault: fault[0].number) if faults else None
-    return Run(first, results.gradients, births, first is None)
+    return Run(first, results.gradients, births)
