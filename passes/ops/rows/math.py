@@ -24,10 +24,9 @@ _ENDS: Final = "  # an eps away from -1 and 1, where its slope has no end"
 
 MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     # of two tensors
-    rows(Rule.PROMOTE, _WIDEST, "add sub rsub maximum minimum fmax fmin clamp clamp_min clamp_max",
-         native_promotion=True),
+    rows(Rule.PROMOTE, _WIDEST, "add sub rsub maximum minimum fmax fmin clamp clamp_min clamp_max remainder "
+         "floor_divide fmod where", native_promotion=True),
     rows(Rule.PROMOTE, _WIDEST, "mul addcmul", native_promotion=True, squares="factors"),
-    rows(Rule.PROMOTE, _WIDEST, "remainder floor_divide fmod where", native_promotion=True),
     rows(Rule.PROMOTE, _WIDEST, "div addcdiv atan2 hypot copysign", result="float", native_promotion=True),
     rows(Rule.PROMOTE, _WIDEST, "outer kron diff block_diag", result="tensors", native_promotion=True),
     rows(Rule.PROMOTE, _ONE_DTYPE, "cartesian_prod", view=True),
@@ -98,9 +97,7 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("rsqrt", guard="x.clamp(min=1e-6).rsqrt()  # an eps inside the root"),
     facts("reciprocal", guard="x.clamp(min=1e-3).reciprocal()  # an eps in the divisor; of a divisor with both signs "
           "x.masked_fill(x == 0, 1e-3)"),
-    facts("log", guard=f"x.clamp(min=1e-6).log(){_LOG}"),
-    facts("log2", guard=f"x.clamp(min=1e-6).log2(){_LOG}"),
-    facts("log10", guard=f"x.clamp(min=1e-6).log10(){_LOG}"),
+    *(facts(op, guard=f"x.clamp(min=1e-6).{op}(){_LOG}") for op in ("log", "log2", "log10")),
     facts("log1p", guard="x.float().clamp(min=-1 + 1e-6).log1p()  # an eps away from the pole at -1"),
     facts("logit", guard="x.float().logit(eps=1e-6)  # an eps away from the poles at 0 and 1"),
     facts("pow", guard="x.clamp(min=1e-3).pow(y)  # an eps under the power: below 0, and for its slope at 0, there is "
@@ -109,10 +106,8 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
           "x.softmax(-1)"),
     facts("exp2", guard="x.clamp(max=15).exp2()  # or with the largest value subtracted before"),
     facts("expm1", guard="x.clamp(max=10).expm1()  # the exponent is clamped"),
-    facts("sinh", guard="x.clamp(-10, 10).sinh()  # the exponent is clamped"),
-    facts("cosh", guard="x.clamp(-10, 10).cosh()  # the exponent is clamped"),
-    facts("acos", guard=f"{_INSIDE}.acos(){_ENDS}"), facts("asin", guard=f"{_INSIDE}.asin(){_ENDS}"),
-    facts("atanh", guard=f"{_INSIDE}.atanh(){_ENDS}"), facts("erfinv", guard=f"{_INSIDE}.erfinv(){_ENDS}"),
+    *(facts(op, guard=f"x.clamp(-10, 10).{op}()  # the exponent is clamped") for op in ("sinh", "cosh")),
+    *(facts(op, guard=f"{_INSIDE}.{op}(){_ENDS}") for op in ("acos", "asin", "atanh", "erfinv")),
     facts("acosh", guard="x.float().clamp(min=1 + 1e-6).acosh()  # an eps away from 1, where its slope has no end"),
     facts("isnan positive", boolean=True),
     facts("sqrt exp log", float_number=True),
@@ -120,13 +115,11 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     # reductions
     rows(Rule.FULL, _SUM, "sum", result="accumulate", dtype_keyword=True),
     rows(Rule.FULL, _SUM, "mean", result="first", dtype_keyword=True, mixed=frozenset({"cpu", "cuda"})),
-    rows(Rule.FULL, _SUM, "prod cumsum cumprod nansum", result="accumulate"),
-    rows(Rule.FULL, _SUM, "sum_to_size", result="accumulate"),
+    rows(Rule.FULL, _SUM, "prod cumsum cumprod nansum sum_to_size trace", result="accumulate"),
     rows(Rule.FULL, _SUM, "nanmean logcumsumexp cumulative_trapezoid trapezoid", result="float"),
-    rows(Rule.FULL, _SUM, "trace", result="accumulate"),
-    rows(Rule.FULL, "sums squares", "var std", result="real"),
     rows(Rule.FULL, "sums squares", "var_mean std_mean", result=("real", "first")),
-    rows(Rule.FULL, "sums squares", "linalg_vector_norm frobenius_norm native_norm norm_except_dim", result="real"),
+    rows(Rule.FULL, "sums squares", "var std linalg_vector_norm frobenius_norm native_norm norm_except_dim",
+         result="real"),
     rows(Rule.FULL, "sums squares", "norm linalg_norm linalg_matrix_norm nuclear_norm", result="real",
          low_kernel=False),
     rows(Rule.FULL, "rescales by norms: sums squares", "renorm", result="first"),
@@ -135,10 +128,9 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
            result="first", low_kernel=False),
     rows(Rule.FULL, "a quotient of small differences", "gradient", result="float*"),
     rows(Rule.FULL, _SUM, "segment_reduce", result="first"),
-    rows(Rule.FOLLOW, _PICKS, "amax amin max min median nanmedian", result="first"),
+    rows(Rule.FOLLOW, _PICKS, "amax amin max min median nanmedian msort", result="first"),
     rows(Rule.FOLLOW, _PICKS, "aminmax", result=("first", "first")),
     rows(Rule.FOLLOW, _PICKS, "mode kthvalue sort topk cummax cummin", result=("first", "int64")),
-    rows(Rule.FOLLOW, _PICKS, "msort", result="first"),
     rows(Rule.FOLLOW, _PICKS, "argmax argmin argsort count_nonzero nonzero argwhere nonzero_static", result="int64"),
     rows(Rule.FOLLOW, _PICKS, "all any is_all_true is_any_true", result="bool"),
     facts("sum mean prod max min amax amin norm std var", rank="reduced"),
@@ -184,16 +176,15 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
          "laguerre_polynomial_l legendre_polynomial_p", result="float", low_kernel=False),
     rows(Rule.FULL, _RANGE, "entr ndtr xlogy xlog1py logaddexp logaddexp2", result="float"),
     rows(Rule.FULL, _RANGE, "erfcx log_ndtr ndtri", result="float", low_kernel=False),
-    facts("lgamma", guard="x.clamp(min=1e-3).lgamma()  # an eps away from the pole at 0"),
-    facts("digamma", guard="x.clamp(min=1e-3).digamma()  # an eps away from the pole at 0"),
+    *(facts(op, guard=f"x.clamp(min=1e-3).{op}()  # an eps away from the pole at 0") for op in ("lgamma", "digamma")),
     facts("xlogy", guard="torch.xlogy(x, y.clamp(min=1e-6))  # an eps under the logarithm"),
     facts("erf erfc ndtr atan expm1", saturates=True),
-    facts("log1p logit asin acos acosh atanh erfinv ndtri entr tan", poles=(0, "input", "self")),
-    facts("lgamma digamma mvlgamma", poles=(0, "input", "self")), facts("polygamma", poles=(0, 1, "input", "self")),
+    facts("log1p logit asin acos acosh atanh erfinv ndtri entr tan lgamma digamma mvlgamma sqrt rsqrt log log2 log10 "
+          "reciprocal pow float_power", poles=(0, "input", "self")),
+    facts("polygamma", poles=(0, 1, "input", "self")),
     # rdiv is x.__rtruediv__(y), y / x, or truediv(2, x): the divisor stands first or second
     facts("xlogy xlog1py div remainder fmod floor_divide", poles=(1, "other")), facts("rdiv", poles=(0, 1)),
     facts("addcdiv", poles=(2, "tensor2")), facts("atan2 hypot", poles=(0, 1, "input", "self", "other")),
-    facts("sqrt rsqrt log log2 log10 reciprocal pow float_power", poles=(0, "input", "self")),
 )  # fmt: skip
 
 

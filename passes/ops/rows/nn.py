@@ -94,8 +94,7 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("batch_norm group_norm", any_format=True),
     facts("layer_norm group_norm batch_norm", special="native_norm"),
     facts("layer_norm rms_norm group_norm local_response_norm normalize weight_norm", autocast=Rule.FULL),
-    facts("layer_norm", guard="F.layer_norm(x, x.shape[-1:], eps=1e-5)  # an eps above 0"),
-    facts("rms_norm", guard="F.rms_norm(x, x.shape[-1:], eps=1e-5)  # an eps above 0"),
+    *(facts(op, guard=f"F.{op}(x, x.shape[-1:], eps=1e-5)  # an eps above 0") for op in ("layer_norm", "rms_norm")),
     facts("group_norm", guard="F.group_norm(x, 1, eps=1e-5)  # an eps above 0"),
     facts("instance_norm", guard="F.instance_norm(x, eps=1e-5)  # an eps above 0"),
     facts("normalize", guard="F.normalize(x, dim=-1, eps=1e-3)  # an eps above 0"),
@@ -112,18 +111,15 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("log_softmax", guard="x.clamp(-1e4, 1e4).log_softmax(-1)  # inf - inf is no number"),
     facts("logsumexp", guard="x.clamp(min=-1e4).logsumexp(-1)  # a row of -inf alone has no gradient"),
     # losses
-    rows(Rule.FULL, _LOSS, "cross_entropy nll_loss gaussian_nll_loss kl_div"),
-    rows(Rule.FULL, _LOSS, "ctc_loss", low_kernel=False),
+    # not native_promotion: before torch 2.13 only mse_loss's forward promotes; huber_loss's backward wants one dtype
+    rows(Rule.FULL, _LOSS, "cross_entropy nll_loss gaussian_nll_loss kl_div mse_loss huber_loss cosine_embedding_loss "
+         "hinge_embedding_loss margin_ranking_loss soft_margin_loss multilabel_soft_margin_loss "
+         "binary_cross_entropy_with_logits"),
+    rows(Rule.FULL, _LOSS, "ctc_loss multi_margin_loss multilabel_margin_loss", low_kernel=False),
     rows(Rule.FULL, _LOSS, "poisson_nll_loss", result="float"),
-    rows(Rule.FULL, _LOSS, "mse_loss"),  # torch < 2.13 promotes in its forward only
     rows(Rule.FULL, _LOSS, "smooth_l1_loss", native_promotion=True),
-    rows(Rule.FULL, _LOSS, "huber_loss"),  # its backward wants one dtype
     rows(Rule.FULL, _LOSS, "l1_loss", result="float_real", native_promotion=True),
-    rows(Rule.FULL, _LOSS, "cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss"),
-    rows(Rule.FULL, _LOSS, "multi_margin_loss multilabel_margin_loss", low_kernel=False),
-    rows(Rule.FULL, _LOSS, "multilabel_soft_margin_loss"),
     rows(Rule.FULL, _LOSS, "triplet_margin_loss triplet_margin_with_distance_loss", result="float_real"),
-    rows(Rule.FULL, _LOSS, "binary_cross_entropy_with_logits"),
     rows(Rule.FULL, "logarithms of probabilities near 0 and 1: torch.autocast refuses it, here it runs in FP32",
            "binary_cross_entropy"),
     rows(Rule.FOLLOW, "runs as a product and a loss (LOW, FULL); with `options=` its kernel takes the hidden states as "
@@ -141,10 +137,9 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("binary_cross_entropy poisson_nll_loss", poles=(0, "input")),
     facts("gaussian_nll_loss", poles=(2, "var")),
     # activations
-    rows(Rule.FOLLOW, _SMOOTH, "relu relu6 leaky_relu elu celu selu gelu silu mish glu", result="first"),
+    rows(Rule.FOLLOW, _SMOOTH, "relu relu6 leaky_relu elu celu selu gelu silu mish glu hardtanh hardsigmoid hardswish "
+         "hardshrink softshrink threshold", result="first"),
     rows(Rule.FOLLOW, _SMOOTH, "tanh sigmoid softsign tanhshrink", result="float"),
-    rows(Rule.FOLLOW, _SMOOTH, "hardtanh hardsigmoid hardswish hardshrink softshrink threshold",
-           result="first"),
     rows(Rule.FULL, "no float16 kernel on CPU", "rrelu", result="first"),
     rows(Rule.FOLLOW, "zeroes and scales: nothing is accumulated",
            "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout", result="first",
@@ -159,13 +154,9 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("rrelu", inplace=4, random=True),
     facts("threshold hardtanh", numbers="compared"),
     facts("relu sigmoid tanh", overwritable=True),
-    facts("relu", epilogue=Epilogue("relu")),
+    *(facts(op, epilogue=Epilogue(op)) for op in ("relu", "tanh", "sigmoid", "hardswish", "hardsigmoid")),
     facts("gelu", epilogue=Epilogue("gelu", algorithm=(1, "approximate", "none"))),
     facts("silu", epilogue=Epilogue("swish")),
-    facts("tanh", epilogue=Epilogue("tanh")),
-    facts("sigmoid", epilogue=Epilogue("sigmoid")),
-    facts("hardswish", epilogue=Epilogue("hardswish")),
-    facts("hardsigmoid", epilogue=Epilogue("hardsigmoid")),
     facts("leaky_relu", epilogue=Epilogue("leaky_relu", ((1, "negative_slope", 0.01),))),
     facts("hardtanh", epilogue=Epilogue("hardtanh", ((1, "min_val", -1.0), (2, "max_val", 1.0)))),
     facts("relu6", epilogue=Epilogue("hardtanh", numbers=(0.0, 6.0))),
@@ -236,11 +227,11 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("cosine_similarity dist pdist cdist pairwise_distance", autocast=Rule.FULL),
     facts("cosine_similarity", guard="F.cosine_similarity(x, y, dim=-1, eps=1e-6)  # an eps above 0"),
     # quantized formats
-    rows(Rule.KEEP, "scales and bits of a quantized format", "scaled_mm scaled_grouped_mm", result="unknown"),
     rows(Rule.KEEP, "simulates a quantized format in the original dtype",
            "fake_quantize_per_tensor_affine fake_quantize_per_channel_affine fused_moving_avg_obs_fake_quant",
            result="first"),
     rows(Rule.KEEP, "scales and bits of a quantized format",
-           "quantize_per_tensor quantize_per_channel quantize_per_tensor_dynamic dequantize int_repr q_scale "
-           "q_zero_point q_per_channel_scales q_per_channel_zero_points q_per_channel_axis", result="unknown"),
+         "scaled_mm scaled_grouped_mm quantize_per_tensor quantize_per_channel quantize_per_tensor_dynamic dequantize "
+         "int_repr q_scale q_zero_point q_per_channel_scales q_per_channel_zero_points q_per_channel_axis",
+         result="unknown"),
 )  # fmt: skip

@@ -109,11 +109,10 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("scalar_tensor new_tensor", special="like"),
     # random numbers
     rows(Rule.KEEP, _RANDOM, "rand randn", result="default"),
-    rows(Rule.KEEP, _RANDOM, "randint randperm", result="int64"),
+    rows(Rule.KEEP, _RANDOM, "randint randperm multinomial", result="int64"),
     rows(Rule.KEEP, _RANDOM, "rand_like randn_like randint_like bernoulli poisson binomial uniform cauchy exponential "
            "geometric log_normal random philox_normal philox_uniform", result="first"),
     rows(Rule.KEEP, _RANDOM, "normal"),
-    rows(Rule.KEEP, _RANDOM, "multinomial", result="int64"),
     facts("rand randn randint randperm rand_like randn_like randint_like bernoulli poisson binomial uniform cauchy "
           "exponential geometric log_normal random philox_normal philox_uniform normal multinomial", random=True),
     facts("normal", special="normal"),
