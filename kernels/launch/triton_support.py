@@ -84,6 +84,12 @@ def can_launch(device: torch.device) -> bool:
     return HAS_TRITON and (device.type == "cuda" or interpreting())
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has; of one that is not there, as of fake tensors, an H100's."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if torch.cuda.is_available() else 132
+
+
 def launcher(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """Return ``compiled[grid]``, on the current stream of the current device, without Triton's work for its hooks.
 

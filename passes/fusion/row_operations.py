@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from fxprec.kernels.launch.graph_call import is_op_of_torch
-from fxprec.kernels.rows.program.lowering import LOWERINGS, ROW_REDUCTIONS
+from fxprec.kernels.rows.program.lowering import LOWERINGS, ROW_REDUCTIONS, trailing_dimensions
 from fxprec.passes.graph.annotations import CASTABLE, NON_TENSOR, UNKNOWN, Op, arg_nodes, argument, notes
 from fxprec.passes.ops.table import facts_of
 
@@ -67,21 +67,11 @@ def drops(node: Node) -> bool:
 
 def reduced_dimensions(node: Node) -> int:
     """Return how many trailing dimensions the node reduces over: 0 for none, -1 for others or where nobody knows."""
-    op = notes(node).op
-    if op.name not in ROW_REDUCTIONS:
+    name = notes(node).op.name
+    if name not in ROW_REDUCTIONS:
         return 0
-    position = ROW_REDUCTIONS[op.name]
-    if position is None:
-        shape = argument(node, 1, "normalized_shape")
-        return len(shape) if isinstance(shape, tuple | list) else -1
-    dim = argument(node, position, "dim", 1 if op.name == "normalize" else None)
-    dims = [dim] if isinstance(dim, int) else [*dim] if isinstance(dim, tuple | list) else []
-    if not dims or not all(isinstance(d, int) for d in dims):
-        return -1
-    value = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
-    if isinstance(value, torch.Tensor):
-        dims = [d - value.dim() if d >= 0 else d for d in dims]
-    return len(dims) if sorted(dims) == [*range(-len(dims), 0)] else -1
+    value = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
+    return trailing_dimensions(node, name, value.dim() if isinstance(value, torch.Tensor) else None)
 
 
 def _is_loaded(info: Any, results: bool) -> bool:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from fxprec.kernels.rows.program.layout import Layout, Strides, merged
+from fxprec.kernels.rows.program.layout import Layout, Placed, merged
 from fxprec.kernels.rows.program.row_program import RowProgram
 
 
@@ -23,10 +22,6 @@ class Access:
 
     rows: tuple[str, ...]
     columns: str
-
-
-#: Strides of a tensor along each row dimension and along the columns, as ``layout.place`` returns them.
-Placed: TypeAlias = tuple[list[int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +91,7 @@ def _unique(name: str, taken: set[str]) -> str:
     return own
 
 
-def _access(tensor: str, place: Strides, rows: bool, columns: bool, layout: Layout, strides: dict[str, int]) -> Access:
+def _access(tensor: str, place: Placed, rows: bool, columns: bool, layout: Layout, strides: dict[str, int]) -> Access:
     """Return the strides of a tensor as the kernel writes them; add those that become arguments to ``strides``."""
 
     def stride_text(stride: int, label: str, varies: bool) -> str:
@@ -110,5 +105,6 @@ def _access(tensor: str, place: Strides, rows: bool, columns: bool, layout: Layo
         strides[f"{tensor}_{label}"] = stride
         return f"{tensor}_{label}"
 
-    along = tuple(stride_text(stride, f"stride_{i}", rows) for i, stride in enumerate(place.row_strides))
-    return Access(along, stride_text(place.column_stride, "step", columns))
+    row_strides, column_stride = place
+    along = tuple(stride_text(stride, f"stride_{i}", rows) for i, stride in enumerate(row_strides))
+    return Access(along, stride_text(column_stride, "step", columns))

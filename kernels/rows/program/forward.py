@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxprec.kernels.launch.operands import LOW_DTYPES
-from fxprec.kernels.rows.program.lowering import ROW_REDUCTIONS, lower
+from fxprec.kernels.rows.program.lowering import ROW_REDUCTIONS, lower, trailing_dimensions
 from fxprec.kernels.rows.program.region_graph import is_inserted, op_name
 from fxprec.kernels.rows.program.row_program import Forward, Port, RowProgram, Store
 from fxprec.kernels.rows.program.values import Builder, Declined, RowTerm, Value
@@ -29,22 +29,10 @@ def reduced_dimensions(nodes: Sequence[Node]) -> int:
     found: set[int] = set()
     for node in nodes:
         name = op_name(node)
-        if name not in ROW_REDUCTIONS:
-            continue
-        position = ROW_REDUCTIONS[name]
-        if position is None:
-            found.add(len(node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"]))  # type: ignore[arg-type]
-            continue
-        dim: Any = (
-            node.args[position]
-            if len(node.args) > position
-            else node.kwargs.get("dim", 1 if name == "normalize" else None)
-        )
-        own = len(node.args[0].meta["shape"])  # type: ignore[union-attr]
-        dims = [*range(own)] if dim is None or dim == () else [dim] if isinstance(dim, int) else [*dim]
-        if sorted(d % own for d in dims) != [*range(own - len(dims), own)]:
-            raise Declined(f"{name} over other dimensions than the last")
-        found.add(len(dims))
+        if name in ROW_REDUCTIONS:
+            found.add(trailing_dimensions(node, name, len(node.args[0].meta["shape"])))  # type: ignore[union-attr]
+            if -1 in found:
+                raise Declined(f"{name} over other dimensions than the last")
     if len(found) > 1:
         raise Declined("reductions over different numbers of dimensions")
     return found.pop() if found else 0
@@ -92,7 +80,7 @@ def forward(
         if name == "to":
             term = _cast(b, node, args[0], dtype)
         elif name == "dropout":
-            term = _dropout(b, args, kwargs, tuple(shape), seeds)
+            term = _dropout(b, tuple(shape), seeds, *args, **kwargs)
         else:
             term = lower(b, name, args, kwargs, reduced)
         # Terms know broadcasting only. Where torch's shape is another one, an op moves or resizes dimensions.
@@ -122,20 +110,21 @@ def _cast(b: Builder, node: Node, x: RowTerm, dtype: torch.dtype) -> RowTerm:
     return RowTerm(value, x.shape, x.columns_dropped)
 
 
-def _dropout(b: Builder, args: Any, kwargs: Any, shape: tuple[int, ...], seeds: Any) -> RowTerm:
-    def bound(x: RowTerm, p: float = 0.5, training: bool = True, inplace: bool = False) -> RowTerm:
-        if not training or p == 0:
-            return x
-        # One number is drawn for each element of rows x columns.
-        if tuple(x.shape) != shape:
-            raise Declined("dropout of a tensor that is broadcast afterwards")
-        if p == 1:
-            return RowTerm(b("mul", x.value, 0.0), x.shape)
-        # The mask multiplies: dropped NaN and infinities stay NaN, as in torch.
-        kept = b("mul", x.value, b.float(b.keep(next(seeds), float(p))))
-        return RowTerm(b("mul", kept, 1.0 / (1.0 - p)), x.shape)
-
-    return bound(*args, **kwargs)
+def _dropout(
+    b: Builder, shape: tuple[int, ...], seeds: Iterator[int], input: RowTerm, p: float = 0.5, training: bool = True,
+    inplace: bool = False,
+) -> RowTerm:  # fmt: skip
+    """Lower a dropout; the last arguments are those of its call."""
+    if not training or p == 0:
+        return input
+    # One number is drawn for each element of rows x columns.
+    if tuple(input.shape) != shape:
+        raise Declined("dropout of a tensor that is broadcast afterwards")
+    if p == 1:
+        return RowTerm(b("mul", input.value, 0.0), input.shape)
+    # The mask multiplies: dropped NaN and infinities stay NaN, as in torch.
+    kept = b("mul", input.value, b.float(b.keep(next(seeds), float(p))))
+    return RowTerm(b("mul", kept, 1.0 / (1.0 - p)), input.shape)
 
 
 def _output(node: Node, term: RowTerm, port: Callable[[Sequence[int], torch.dtype], Port], reduced: int) -> Store:

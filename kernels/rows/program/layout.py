@@ -20,6 +20,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -111,15 +112,8 @@ class Layout:
         return x.reshape([shape[d] for d in order]).permute(back)
 
 
-@dataclass(frozen=True, slots=True)
-class Strides:
-    """Strides of one tensor in the space, for each row dimension and for the columns; 0: does not vary.
-
-    Row dimensions here are those that ``merged`` left. Before it ``place`` gives the same, as a list and a number.
-    """
-
-    row_strides: tuple[int, ...]
-    column_stride: int
+#: Strides of one tensor in the space, along each row dimension and along the columns; 0: does not vary.
+Placed: TypeAlias = tuple[list[int], int]
 
 
 def find_layout(
@@ -156,7 +150,7 @@ def find_layout(
     return Layout(shape, tuple(order[:-take]), tuple(order[-take:]), flat=take >= len(order))
 
 
-def place(layout: Layout, shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], int]:
+def place(layout: Layout, shape: Sequence[int], strides: Sequence[int]) -> Placed:
     """Return the strides of a tensor along each row dimension, and along the columns.
 
     Raises:
@@ -171,7 +165,7 @@ def place(layout: Layout, shape: Sequence[int], strides: Sequence[int]) -> tuple
     return [own[d] for d in layout.row_dims], own[columns[-1]] if columns else 0
 
 
-def merged(layout: Layout, places: Sequence[tuple[list[int], int]]) -> tuple[tuple[int, ...], list[Strides]]:
+def merged(layout: Layout, places: Sequence[Placed]) -> tuple[tuple[int, ...], list[Placed]]:
     """Merge row dimensions that every tensor walks with one stride; return their sizes and the tensors' strides.
 
     Each dimension that stays costs a kernel a division and a remainder a row.
@@ -189,7 +183,7 @@ def merged(layout: Layout, places: Sequence[tuple[list[int], int]]) -> tuple[tup
             sizes.append(size)
             for own, (rows, _) in zip(kept, places, strict=True):
                 own.append(rows[i])
-    return tuple(sizes), [Strides(tuple(own), column) for own, (_, column) in zip(kept, places, strict=True)]
+    return tuple(sizes), [(own, column) for own, (_, column) in zip(kept, places, strict=True)]
 
 
 def dense_strides(layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:

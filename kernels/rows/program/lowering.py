@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
+from torch.fx import Node
 
 from fxprec.kernels.rows.program.values import Builder, Declined, RowTerm, TermBuilder
 
@@ -106,25 +107,27 @@ def _share_at_bound(tensors: bool) -> float:
 
 
 # -- reductions, softmaxes and norms -----------------------------------------------------------------------------------
+#
+# All reduce over the columns, whatever ``dim`` a call names: ``trailing_dimensions`` has looked at that before.
 
 
 def _total(op: str) -> Callable[..., RowTerm]:
     """Return the lowering of a sum or mean. Terms have no dtype: ``forward`` reads the result's from its node."""
-    return lambda c, input, dim=None, keepdim=False, dtype=None: c.reduce(op, input, dim, keepdim)
+    return lambda c, input, dim=None, keepdim=False, dtype=None: c.reduce(op, input, keepdim)
 
 
 def _row_extreme(op: str) -> Callable[..., RowTerm]:
     """Return the lowering of ``amax`` or ``amin``. An empty ``dim``, torch's default, is declined."""
-    return lambda c, input, dim=(), keepdim=False: c.reduce(op, input, dim, keepdim)
+    return lambda c, input, dim=(), keepdim=False: c.reduce(op, input, keepdim)
 
 
-def _centred(c: TermBuilder, x: RowTerm, dim: Any) -> tuple[RowTerm, RowTerm]:
+def _centred(c: TermBuilder, x: RowTerm) -> tuple[RowTerm, RowTerm]:
     """Return x - mean and the biased variance of each row.
 
     Squares are taken after the mean, which is a second level of reductions: mean(x * x) - mean * mean would cancel.
     """
-    centred = c("sub", x, c.reduce("mean", x, dim, True))
-    return centred, c.reduce("mean", c("mul", centred, centred), dim, True)
+    centred = c("sub", x, c.reduce("mean", x, keepdim=True))
+    return centred, c.reduce("mean", c("mul", centred, centred), keepdim=True)
 
 
 def _var(
@@ -140,7 +143,7 @@ def _var(
     count = math.prod(input.shape[len(input.shape) - c.reduced :])
     if count <= correction:
         raise Declined("the variance of fewer columns than its correction takes away")
-    _, square = _centred(c, input, dim)
+    _, square = _centred(c, input)
     square = c("mul", square, count / (count - correction))
     return square if keepdim else c.drop(square)
 
@@ -149,7 +152,7 @@ def _layer_norm(
     c: TermBuilder, input: RowTerm, normalized_shape: Any, weight: RowTerm | None = None, bias: RowTerm | None = None,
     eps: float = 1e-5, cudnn_enable: bool = True,
 ) -> RowTerm:  # fmt: skip
-    centred, square = _centred(c, input, [*range(-len(normalized_shape), 0)])
+    centred, square = _centred(c, input)
     result = c("mul", centred, c("rsqrt", c("add", square, eps)))
     result = result if weight is None else c("mul", result, weight)
     return result if bias is None else c("add", result, bias)
@@ -159,35 +162,33 @@ def _rms_norm(
     c: TermBuilder, input: RowTerm, normalized_shape: Any, weight: RowTerm | None = None, eps: float | None = None
 ) -> RowTerm:
     eps = torch.finfo(torch.float32).eps if eps is None else eps
-    square = c.reduce("mean", c("mul", input, input), [*range(-len(normalized_shape), 0)], True)
+    square = c.reduce("mean", c("mul", input, input), keepdim=True)
     result = c("mul", input, c("rsqrt", c("add", square, eps)))
     return result if weight is None else c("mul", result, weight)
 
 
-def _exponentials(c: TermBuilder, x: RowTerm, dim: Any) -> tuple[RowTerm, RowTerm, RowTerm]:
+def _exponentials(c: TermBuilder, x: RowTerm) -> tuple[RowTerm, RowTerm, RowTerm]:
     """Return x - max, its exponential, and the sum of the exponentials."""
-    c.check_last(x, dim)
     # A softmax does not depend on the maximum, whose gradient is therefore left out.
-    shifted = c("sub", x, c.stop(c.reduce("max", x, dim, True)))
+    shifted = c("sub", x, c.stop(c.reduce("max", x, keepdim=True)))
     exponential = c("exp", shifted)
-    return shifted, exponential, c.reduce("sum", exponential, dim, True)
+    return shifted, exponential, c.reduce("sum", exponential, keepdim=True)
 
 
 def _softmax(c: TermBuilder, input: RowTerm, dim: Any = None, *_unused: Any, **_options: Any) -> RowTerm:
-    _, exponential, total = _exponentials(c, input, dim)
+    _, exponential, total = _exponentials(c, input)
     return c("div", exponential, total)
 
 
 def _log_softmax(c: TermBuilder, input: RowTerm, dim: Any = None, *_unused: Any, **_options: Any) -> RowTerm:
-    shifted, _, total = _exponentials(c, input, dim)
+    shifted, _, total = _exponentials(c, input)
     return c("sub", shifted, c("log", total))
 
 
 def _logsumexp(c: TermBuilder, input: RowTerm, dim: Any, keepdim: bool = False) -> RowTerm:
-    c.check_last(input, dim)
-    top = c.stop(c.reduce("max", input, dim, True))
+    top = c.stop(c.reduce("max", input, keepdim=True))
     top = c("where", c("eq", c("abs", top), math.inf), 0.0, top)  # rows of -inf give -inf, not NaN
-    total = c.reduce("sum", c("exp", c("sub", input, top)), dim, True)
+    total = c.reduce("sum", c("exp", c("sub", input, top)), keepdim=True)
     result = c("add", c("log", total), top)
     return result if keepdim else c.drop(result)
 
@@ -197,7 +198,7 @@ def _normalize(
 ) -> RowTerm:
     if p != 2.0:
         raise Declined(f"a norm of order {p}")
-    total = c.reduce("sum", c("mul", input, input), dim, True)
+    total = c.reduce("sum", c("mul", input, input), keepdim=True)
     # The root has no derivative at a row of zeros, and torch takes 0.
     zero = c("eq", total, 0.0)
     norm = c("where", zero, 0.0, c("sqrt", c("where", zero, 1.0, total)))
@@ -211,6 +212,26 @@ ROW_REDUCTIONS: Final[Mapping[str, int | None]] = MappingProxyType(
         "normalize": 2, "layer_norm": None, "rms_norm": None,
     }
 )  # fmt: skip
+
+
+def trailing_dimensions(node: Node, name: str, rank: int | None) -> int:
+    """Return over how many trailing dimensions a node reduces; -1 for other dimensions, or where nobody knows.
+
+    Args:
+        name: of its op, one of ``ROW_REDUCTIONS``.
+        rank: of what it reduces; None: not known, so that only dimensions that are counted from the end tell.
+    """
+    position = ROW_REDUCTIONS[name]
+    keyword, place = ("normalized_shape", 1) if position is None else ("dim", position)
+    default = 1 if name == "normalize" else None
+    given: Any = node.args[place] if len(node.args) > place else node.kwargs.get(keyword, default)
+    if position is None:
+        return len(given) if isinstance(given, tuple | list) else -1
+    dims = [given] if isinstance(given, int) else [*given] if isinstance(given, tuple | list) else []
+    if not dims or not all(isinstance(d, int) for d in dims):
+        return -1
+    dims = sorted(d - rank if rank is not None and d >= 0 else d for d in dims)
+    return len(dims) if dims == [*range(-len(dims), 0)] else -1
 
 
 # -- the other ops -----------------------------------------------------------------------------------------------------

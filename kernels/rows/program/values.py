@@ -228,11 +228,14 @@ class TermBuilder:
         values = [a.value if isinstance(a, RowTerm) else float(a) for a in args]
         return RowTerm(self.b(op, *values), shape, dropped)
 
-    def reduce(self, op: str, x: RowTerm, dim: Any, keepdim: bool = False) -> RowTerm:
-        """Return the sum, mean, maximum or minimum over the columns."""
-        rank, dims = len(x.shape), self._dims(x, dim)
-        if len(dims) != self.reduced or rank < len(dims) or x.columns_dropped:
-            raise Declined(f"a reduction over other dimensions than the last {self.reduced}")
+    def reduce(self, op: str, x: RowTerm, keepdim: bool = False) -> RowTerm:
+        """Return the sum, mean, maximum or minimum over the columns.
+
+        That these are the dimensions which the call names is known by then (``forward.reduced_dimensions``).
+        """
+        rank = len(x.shape)
+        if rank < self.reduced or x.columns_dropped:
+            raise Declined("a reduction of what has no columns any more")
         # Over one element a reduction is the value itself.
         value = x.value
         if math.prod(x.shape[rank - self.reduced :]) != 1:
@@ -243,20 +246,6 @@ class TermBuilder:
     def drop(self, x: RowTerm) -> RowTerm:
         """Return the term without the reduced dimensions, which have size 1."""
         return RowTerm(x.value, x.shape[: len(x.shape) - self.reduced], columns_dropped=True)
-
-    def check_last(self, x: RowTerm, dim: Any) -> None:
-        """Raise ``Declined`` unless ``dim`` is the dimension of the columns."""
-        if len(self._dims(x, dim)) != self.reduced:
-            raise Declined("an operation along another dimension than the last")
-
-    def _dims(self, x: RowTerm, dim: Any) -> list[int]:
-        rank = len(x.shape)
-        # Counted from the end: tensors of a region differ in rank.
-        dims = [*range(-rank, 0)] if dim is None else [dim] if isinstance(dim, int) else [*dim]
-        dims = sorted(d - rank if d >= 0 else d for d in dims)
-        if not dims or dims != [*range(-len(dims), 0)]:
-            raise Declined(f"a reduction over dimensions {dim} of {rank}: not the last ones")
-        return dims
 
     def stop(self, x: RowTerm) -> RowTerm:
         """Return the term as a constant to the gradient, as ``detach`` does."""

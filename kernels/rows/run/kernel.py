@@ -17,11 +17,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.triton_support import interpreting, launcher
-from fxprec.kernels.rows.emit.addresses import Placed, kernel_arguments
+from fxprec.kernels.launch.triton_support import interpreting, launcher, multiprocessors
+from fxprec.kernels.rows.emit.addresses import kernel_arguments
 from fxprec.kernels.rows.emit.source import emit
 from fxprec.kernels.rows.emit.tiling import Tiling, tiling_of
-from fxprec.kernels.rows.program.layout import Layout
+from fxprec.kernels.rows.program.layout import Layout, Placed
 from fxprec.kernels.rows.program.row_program import RowProgram
 
 _COUNT = itertools.count()
@@ -144,12 +144,5 @@ def _resident(device: torch.device, rows: int, each: int) -> int:
     """
     if device.type != "cuda" or interpreting():
         return _INTERPRETED
-    processors = _multiprocessors(device.index or 0)
+    processors = multiprocessors(device)
     return max(processors, min(processors * each, rows // _ROWS_EACH))
-
-
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    if not torch.cuda.is_available():
-        return 132  # fake tensors of a device that is not there: an H100's
-    return torch.cuda.get_device_properties(index).multi_processor_count

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fxprec.kernels.cpu.cpp import compiled_text
 from fxprec.kernels.launch.direct import Run
-from fxprec.kernels.rows.emit.addresses import Placed, kernel_arguments
+from fxprec.kernels.rows.emit.addresses import kernel_arguments
 from fxprec.kernels.rows.emit.loops import FUNCTION, emit_loops
-from fxprec.kernels.rows.program.layout import Layout, Spec
+from fxprec.kernels.rows.program.layout import Layout, Placed, Spec
 from fxprec.kernels.rows.program.row_program import RowProgram
 
 _address: Final = Tensor.data_ptr

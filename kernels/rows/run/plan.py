@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.observers import ANY_MODE, watcher
-from fxprec.kernels.rows.program.layout import Layout, Spec, place
+from fxprec.kernels.rows.program.layout import Layout, Placed, Spec, place
 from fxprec.kernels.rows.program.row_program import Backward, RowProgram
 
 if TYPE_CHECKING:  # Triton is loaded when a plan is made
@@ -310,7 +310,7 @@ class RegionPlan:
         self, kind: str, name: str, program: RowProgram,
         read: Sequence[tuple[str, Spec]], write: Sequence[tuple[str, Spec | None]],
     ) -> Launch | Loops:  # fmt: skip
-        def placed(spec: Spec) -> tuple[list[int], int]:
+        def placed(spec: Spec) -> Placed:
             # The layout counts dimensions from the end, so those that a reduction took are put back, of size 1.
             lacking = spec.dropped
             return place(self.layout, spec.shape + (1,) * lacking, spec.strides + (0,) * lacking)
@@ -366,8 +366,7 @@ def _forward(inputs: list[Tensor], seeds: Tensor | None, seed: int, keep: bool, 
 
 @_forward.register_fake
 def _(inputs: list[Tensor], seeds: Tensor | None, seed: int, keep: bool, plan: int) -> list[Tensor]:
-    known = _PLANS[plan]
-    return [spec.empty(known.device) for spec in (*known.outputs, *(known.statistics if keep else ()))]
+    return _PLANS[plan].empty_results(keep)
 
 
 @torch.library.custom_op("fxprec::region_backward", mutates_args=())

@@ -229,11 +229,7 @@ class FusedRegion(RegionModule):
         """
         if not self.plans:
             raise RuntimeError(f"{self.name} has no kernels ({self.reason}): call the model first, where they run")
-        plan = self.plans[-1]
-        launches = (
-            [plan.inference_launch] if plan.derived.backward is None else [plan.forward_launch, plan.backward_launch]
-        )
-        return "\n\n".join(launch.source for launch in launches)
+        return "\n\n".join(launch.source for launch, _ in self.plans[-1].launches())
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold launches of this process.

@@ -26,7 +26,7 @@ def test_the_examples_of_the_docstring() -> None:
     x, mask = torch.empty(8, 12, 5, 512), torch.empty(8, 1, 1, 512)
     found = of(x, mask, reduced=1)
     sizes, places = merged(found, [place(found, t.shape, t.stride()) for t in (x, mask)])
-    assert sizes == (8, 60) and [p.row_strides for p in places] == [(12 * 5 * 512, 512), (512, 0)]
+    assert sizes == (8, 60) and [rows for rows, _ in places] == [[12 * 5 * 512, 512], [512, 0]]
 
 
 def test_equal_dense_tensors_are_flat() -> None:
@@ -65,8 +65,8 @@ def test_every_element_is_found_where_it_lies() -> None:
         tensors[0] = torch.randn(2, 3, 4, 5).permute(*order, 3).contiguous().permute(*torch.tensor(order).argsort(), 3)
         layout = of(*tensors, reduced=1)
         sizes, places = merged(layout, [place(layout, x.shape, x.stride()) for x in tensors])
-        for x, where in zip(tensors, places, strict=True):
-            walked = x.as_strided((*sizes, layout.columns), (*where.row_strides, where.column_stride))
+        for x, (rows, column) in zip(tensors, places, strict=True):
+            walked = x.as_strided((*sizes, layout.columns), (*rows, column))
             whole = x.expand(layout.shape)
             assert torch.equal(layout.torch_shaped(walked.reshape(layout.rows, layout.columns)), whole)
             seen = layout.two_dimensional(x).expand(layout.rows, layout.columns)
