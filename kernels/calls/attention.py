@@ -29,36 +29,38 @@ def cpu_attention(
     from_flop: FromFlop = (None, None),
 ) -> Tensor:  # fmt: skip
     """Return ``F.scaled_dot_product_attention``, computed the given way from so many FLOP on."""
-    if query.dtype is torch.bfloat16 and query.dim() == 4 and not dropout_p:
-        from fxprec.kernels.cpu import attention  # whose ops are registered when it is imported
+    arguments = query, key, value, attn_mask, is_causal
+    if not dropout_p and _is_taken(*arguments, enable_gqa, from_flop):
+        if way == "compiled":
+            from fxprec.kernels.cpu import compiled_attention
 
-        trained = attention.wants_gradients(query, key, value)
-        if _is_enough(query, key, is_causal, from_flop[trained], trained):
-            arguments = query, key, value, attn_mask, is_causal
-            if attention.serves(*arguments, enable_gqa):
-                if way == "compiled":
-                    from fxprec.kernels.cpu import compiled_attention
+            return compiled_attention.compiled_attention(*arguments, scale)
+        from fxprec.kernels.cpu import attention_products as products
 
-                    return compiled_attention.compiled_attention(*arguments, scale)
-                from fxprec.kernels.cpu import attention_products as products
-
-                # Unlike the compiled loop, these keep the probabilities for a backward, in memory that grows with the
-                # square of the length.
-                if products.is_short(query, key, value, is_causal):
-                    recomputed = way == "recomputed"
-                    attend = products.recomputed_attention if recomputed else products.attention_by_products
-                    return attend(*arguments, scale)
+        # Unlike the compiled loop, these keep the probabilities for a backward, in memory that grows with the square of
+        # the length.
+        if products.is_short(query, key, value, is_causal):
+            attend = products.recomputed_attention if way == "recomputed" else products.attention_by_products
+            return attend(*arguments, scale)
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
 
-def _is_enough(query: Tensor, key: Tensor, causal: bool, limit: int | None, trained: bool) -> bool:
-    flop = 4 * query.numel() * key.shape[-2]
+def _is_taken(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, grouped: bool, from_flop: FromFlop
+) -> bool:
+    """Return whether another way than torch's kernel serves these, and there is enough to compute."""
+    if query.dtype is not torch.bfloat16 or query.dim() != 4:
+        return False
+    from fxprec.kernels.cpu import attention  # whose ops are registered when it is imported
+
+    trained = attention.wants_gradients(query, key, value)
+    flop, limit = 4 * query.numel() * key.shape[-2], from_flop[trained]
     if causal and not trained:
         # torch's forward leaves out the masked half. Ours leaves out less, in up to four blocks with calls for each: it
         # is taken only where there is four times as much to compute.
         flop //= 4
-    return limit is not None and flop >= limit
+    return limit is not None and flop >= limit and attention.serves(query, key, value, mask, causal, grouped)
 
 
 def run_for(
@@ -72,11 +74,8 @@ def run_for(
     """
     from fxprec.kernels.cpu import attention, compiled_attention
 
-    if query.dtype is not torch.bfloat16 or query.dim() != 4 or attention.wants_gradients(query, key, value):
-        return None
-    if not _is_enough(query, key, is_causal, from_flop[0], False):
-        return None
-    if not attention.serves(query, key, value, None, is_causal, enable_gqa):
+    trained = attention.wants_gradients(query, key, value)
+    if trained or not _is_taken(query, key, value, None, is_causal, enable_gqa, from_flop):
         return None
     run = compiled_attention.run_for(query, key, value, is_causal, scale)
     if run is None:

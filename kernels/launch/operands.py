@@ -40,6 +40,16 @@ def check_operands(kernel: str, **tensors: Any) -> None:
             )
 
 
+def check_looped(kernel: str, *tensors: Tensor) -> None:
+    """Raise ValueError for tensors that the compiled loop of a kernel does not take."""
+    for x in tensors:
+        if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(
+                f"{kernel}(compiled=True) serves bfloat16 and float32 on a CPU, got {x.dtype} on '{x.device}'. Leave "
+                "compiled out."
+            )
+
+
 def packed(tensor: Tensor | None) -> Tensor | None:
     """Return a contiguous tensor, for kernels that take no strides of it; None for None."""
     return None if tensor is None else tensor.contiguous()

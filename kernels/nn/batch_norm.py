@@ -27,7 +27,7 @@ from torch import Tensor
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 from fxprec.kernels.launch.operands import check_operands, packed
 from fxprec.kernels.launch.triton_support import Bound, can_launch, constexpr, jit, tl
-from fxprec.kernels.nn.batch_norm_backward import BACKWARD
+from fxprec.kernels.nn.batch_norm_backward import BACKWARD, plain
 from fxprec.kernels.nn.batch_norm_statistics import STATISTICS, channel_statistics
 from fxprec.kernels.nn.batch_norm_tiles import (
     FORWARD_BYTES,
@@ -130,23 +130,7 @@ def reference(
 ) -> Tensor:
     """Compute ``APPLY`` in plain torch, differentiably; in training with x's own statistics in place of ``mean``."""
     mean, var = channel_statistics(x) if training else (mean.float(), spread.float())
-    return _eager(x, mean, (var + eps).rsqrt(), weight, bias, residual, relu)
-
-
-def _eager(
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    relu: bool,
-) -> Tensor:
-    shape = (1, -1, *(1,) * (x.dim() - 2))
-    scale = rstd if weight is None else rstd * weight.float()
-    y = (x.float() - mean.view(shape)) * scale.view(shape)
-    if bias is not None:
-        y = y + bias.float().view(shape)
+    y = plain(x, mean, (var + eps).rsqrt(), weight, bias)
     if residual is not None:
         y = y + residual.float()
     return (y.relu() if relu else y).to(x.dtype)
@@ -202,8 +186,7 @@ def launch(
     if x.numel() == 0:
         return y
     if not can_launch(x.device):
-        rstd = spread.float() if training else (spread.float() + eps).rsqrt()
-        return y.copy_(_eager(x, mean.float(), rstd, weight, bias, residual, relu))
+        return y.copy_(reference(x, mean, spread, weight, bias, residual, eps, relu, training))
     x = aligned(x)
     residual = None if residual is None else like(residual, x)
     apply = _bound(*cut_arguments(x, FORWARD_BYTES, residual), eps, relu, training)

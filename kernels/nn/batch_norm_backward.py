@@ -181,10 +181,20 @@ def launch(
     if x.numel() == 0:
         return dx, dweight.zero_(), dbias.zero_(), dresidual
     if not can_launch(x.device):
-        found = _plain(dy, x, y, mean, spread, weight, bias, eps, relu, training)
-        for target, gradient in zip((dx, dweight, dbias, dresidual), found, strict=True):
+        gradient, mean, spread = dy.float(), mean.float(), spread.float()
+        if relu:
+            if y is None:
+                y = plain(x, mean, spread if training else (spread + eps).rsqrt(), weight, bias).to(x.dtype)
+            gradient = gradient.masked_fill(y <= 0, 0.0)
+        # Torch's kernel computes the sums and dx by the same formulas, from whichever statistics it is given.
+        running, of_batch = ((None, None), (mean, spread)) if training else ((mean, spread), (None, None))
+        scale = None if weight is None else weight.float()
+        found = torch.ops.aten.native_batch_norm_backward(
+            gradient, x.float(), scale, *running, *of_batch, training, eps, [True] * 3
+        )
+        for target, value in zip((dx, dweight, dbias, dresidual), (*found, gradient), strict=True):
             if target.numel():
-                target.copy_(gradient)
+                target.copy_(value)
         return dx, dweight, dbias, dresidual
     x, dy, y = aligned(x), like(dy, x), None if y is None else like(y, x)
     terms = packed(mean), packed(spread), packed(weight), packed(bias)
@@ -226,37 +236,12 @@ def _launches(*settings: Any) -> tuple[tuple[int, int, int], Bound, Bound]:
     return (2, parts, tiles.channels), sums, inputs
 
 
-def _plain(
-    dy: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    mean: Tensor,
-    spread: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    relu: bool,
-    training: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the same formulas in plain torch."""
+def plain(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return ``(x - mean) * rstd * weight + bias`` in plain torch, in FP32 and differentiable."""
     shape = (1, -1, *(1,) * (x.dim() - 2))
-    others = [0, *range(2, x.dim())]
-    center, rstd = mean.float(), spread.float() if training else (spread.float() + eps).rsqrt()
     scale = rstd if weight is None else rstd * weight.float()
-    off = x.float() - center.view(shape)
-    gradient = dy.float()
-    if relu:
-        if y is None:
-            shift = torch.zeros_like(center) if bias is None else bias.float()
-            y = (off * scale.view(shape) + shift.view(shape)).to(x.dtype)
-        gradient = gradient.masked_fill(y <= 0, 0.0)
-    xhat = off * rstd.view(shape)
-    dbias, dweight = gradient.sum(others), (gradient * xhat).sum(others)
-    dx = gradient
-    if training:
-        count = x.numel() // x.shape[1]
-        dx = gradient - (dbias / count).view(shape) - xhat * (dweight / count).view(shape)
-    return dx * scale.view(shape), dweight, dbias, gradient
+    y = (x.float() - mean.view(shape)) * scale.view(shape)
+    return y if bias is None else y + bias.float().view(shape)
 
 
 def fake(

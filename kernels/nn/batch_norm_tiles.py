@@ -21,7 +21,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.triton_support import constant, constexpr, jit, tl
+from fxprec.kernels.launch.triton_support import constant, constexpr, jit, multiprocessors, tl
 
 WARPS: Final = 16
 #: Options of every launch over tiles.
@@ -172,12 +172,9 @@ def _blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
-@lru_cache
 def _programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        # The interpreter's: enough to have parts.
-        return 8
-    return _RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count
+    # In the interpreter there are enough to have parts.
+    return _RESIDENT * multiprocessors(device) if device.type == "cuda" else 8
 
 
 @jit()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.triton_support import constexpr, jit, tl
@@ -45,9 +43,3 @@ def add_parts(parts: Tensor, sums: Sequence[Tensor]) -> None:
         parts, sums[0], sums[1] if len(sums) > 1 else None, count, columns,
         ROWS=height, BLOCK=block, num_warps=warps,
     )  # fmt: skip
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; 2 for other devices."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
-from fxprec.kernels.launch.operands import check_operands
+from fxprec.kernels.launch.operands import check_looped, check_operands
 from fxprec.kernels.nn.cross_entropy_kernels import launch
 from fxprec.kernels.nn.cross_entropy_reference import LossPass, count_targets, reference
 from fxprec.kernels.nn.scaled_gradient import scaled_gradient, wants_gradients_now
@@ -275,15 +275,10 @@ def check_arguments(
 
 def check_compiled(logits: Tensor, target: Tensor, weight: Tensor | None) -> None:
     """Raise for arguments that the compiled loop of ``cross_entropy`` does not take."""
-    if (
-        logits.device.type != "cpu"
-        or logits.dtype not in (torch.bfloat16, torch.float32)
-        or target.is_floating_point()
-        or weight is not None
-    ):
+    check_looped("cross_entropy", logits)
+    if target.is_floating_point() or weight is not None:
         raise ValueError(
-            "cross_entropy(compiled=True) serves bfloat16 and float32 logits on a CPU, with class indices and without "
-            f"class weights; got {logits.dtype} on '{logits.device}', a target of {target.dtype}"
+            f"cross_entropy(compiled=True) serves class indices without class weights, got a target of {target.dtype}"
             f"{'' if weight is None else ' and class weights'}. Leave compiled out."
         )
 

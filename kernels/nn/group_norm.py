@@ -24,9 +24,9 @@ from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp
 from fxprec.kernels.launch.operands import check_operands, packed
-from fxprec.kernels.launch.triton_support import can_launch, on_device
+from fxprec.kernels.launch.triton_support import can_launch, multiprocessors, on_device
 from fxprec.kernels.nn import group_norm_slabs
-from fxprec.kernels.nn.column_sums import add_parts, processors
+from fxprec.kernels.nn.column_sums import add_parts
 from fxprec.kernels.nn.group_norm_kernels import group_backward_kernel, group_forward_kernel
 from fxprec.kernels.nn.group_norm_slabs import Slabs
 
@@ -97,15 +97,20 @@ def _launch(
     memory_format = _memory_format(x)
     x = x.contiguous(memory_format=memory_format)
     samples, pixels = x.shape[0], prod(x.shape[2:])
-    if not can_launch(x.device) or not x.numel():
-        return _eager_forward(x, weight, bias, num_groups, eps, silu, memory_format)
-    if samples * num_groups > _MOST_GROUPS:
+    launches = can_launch(x.device)
+    if launches and samples * num_groups > _MOST_GROUPS:
         raise ValueError(
             f"group_norm takes at most {_MOST_GROUPS} groups of all samples, as many as a GPU launches programs, got "
             f"{samples} samples of {num_groups}: give it fewer samples at a time."
         )
     y = torch.empty_like(x)
     statistics = torch.empty((2, samples * num_groups), dtype=torch.float32, device=x.device)
+    if not x.numel():
+        return y, statistics.zero_()
+    if not launches:
+        var, mean = torch.var_mean(x.float().contiguous().view(samples * num_groups, -1), 1, correction=0)
+        torch.stack((mean, torch.rsqrt(var + eps)), out=statistics)
+        return y.copy_(reference(x, weight, bias, num_groups, eps, silu)), statistics
     weight, bias = packed(weight), packed(bias)
     # With channels last a large group lies in short runs far apart: programs take adjacent channels of all groups then.
     if (slabs := _slabs(x, num_groups, memory_format, FORWARD_ELEMENTS)) is not None:
@@ -178,38 +183,23 @@ def _backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return tuple(next(found) if want else None for want in wanted)
 
 
-def _eager_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float, silu: bool, memory_format: Any
-) -> tuple[Tensor, Tensor]:
-    if not x.numel():
-        return torch.empty_like(x), x.new_zeros((2, x.shape[0] * num_groups), dtype=torch.float32)
-    wide = x.float().contiguous().view(x.shape[0] * num_groups, -1)
-    mean = wide.mean(1)
-    rstd = torch.rsqrt((wide - mean[:, None]).square().mean(1) + eps)
-    y = reference(x, weight, bias, num_groups, eps, silu).contiguous(memory_format=memory_format)
-    return y, torch.stack((mean, rstd))
-
-
 def _eager_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, num_groups: int,
     silu: bool, empty: list[Tensor | None],
 ) -> list[Tensor]:  # fmt: skip
-    size = (x.shape[0], num_groups, -1)
-    per_channel = (1, -1) + (1,) * (x.dim() - 2)
-    mean, rstd = (s.view(x.shape[0], num_groups, 1) for s in statistics)
-    value = ((x.float().reshape(size) - mean) * rstd).view(x.shape)
-    scale = 1.0 if weight is None else weight.float().view(per_channel)
-    gradient = dy.float()
+    # By torch's kernel, which is less exact of channels_last, as is that of the forward.
+    wide, gradient = x.float().contiguous(), dy.float().contiguous()
+    mean, rstd = statistics.view(2, len(x), num_groups)
     if silu:
-        z = value * scale
+        per_channel = (1, -1) + (1,) * (x.dim() - 2)
+        z = ((wide.view(len(x), num_groups, -1) - mean[..., None]) * rstd[..., None]).view(x.shape)
+        z = z if weight is None else z * weight.float().view(per_channel)
         z = z if bias is None else z + bias.float().view(per_channel)
         gradient = torch.ops.aten.silu_backward(gradient, z)
-    others = [0, *range(2, x.dim())]
-    dweight, dbias = (gradient * value).sum(others), gradient.sum(others)
-    g, n = (gradient * scale).reshape(size), value.reshape(size)
-    dx = (g - g.mean(2, keepdim=True) - n * (g * n).mean(2, keepdim=True)) * rstd
-    pairs = zip(empty, (dx.view(x.shape), dweight, dbias), strict=True)
-    return [out.copy_(value) for out, value in pairs if out is not None]
+    sizes = len(x), x.shape[1], prod(x.shape[2:]), num_groups
+    wanted = [each is not None for each in empty]
+    found = torch.ops.aten.native_group_norm_backward(gradient, wide, mean, rstd, _float(weight), *sizes, wanted)
+    return [out.copy_(value) for out, value in zip(empty, found, strict=True) if out is not None]
 
 
 def _empty_gradients(x: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: list[bool]) -> list[Tensor | None]:
@@ -275,7 +265,8 @@ def _slabs(x: Tensor, num_groups: int, memory_format: torch.memory_format, eleme
 
 def _shares(groups: int, pixels: int, pt: int, device: torch.device) -> int:
     """Return the programs a group or slab: enough to fill the device, with four tiles each or more; at most 64."""
-    return max(1, min(-(-4 * processors(device) // groups), pixels // (4 * pt), 64))
+    processors = multiprocessors(device) if device.type == "cuda" else 2
+    return max(1, min(-(-4 * processors // groups), pixels // (4 * pt), 64))
 
 
 def _float(x: Tensor | None) -> Tensor | None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from fxprec.kernels.cpu.cpp import compiled, pointer
 from fxprec.kernels.launch.kernel_op import KernelOp
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, TRANSFORM, watcher
-from fxprec.kernels.launch.operands import check_operands
+from fxprec.kernels.launch.operands import check_looped, check_operands
 from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_device, tl
 
 #: Elements of a tile, 8 a thread: 16 bytes of low ones.
@@ -135,11 +135,8 @@ def max_pool2d(
     check_operands("max_pool2d", x=x)
     if why := why_not(x, kernel_size, stride, padding):
         raise ValueError(why)
-    if compiled and (x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float32)):
-        raise ValueError(
-            f"max_pool2d(compiled=True) serves bfloat16 and float32 on a CPU, got {x.dtype} on '{x.device}'. Leave "
-            "compiled out."
-        )
+    if compiled:
+        check_looped("max_pool2d", x)
     # Under a tracer the places are always made: the traced graph may run with gradients.
     saved = watcher(COMPILER, ANY_MODE, TRANSFORM) is not None or (torch.is_grad_enabled() and x.requires_grad)
     return _POOL(x, [*kernel_size, *stride, *padding], saved, compiled)[0]
@@ -220,7 +217,7 @@ def _forward(x: Tensor, window: list[int], saved: bool = True, compiled: bool = 
     x = x.resolve_neg()
     if compiled and x.numel():
         x = x.contiguous(memory_format=torch.channels_last)
-        _forward_loop(x, y, where if saved else None, window)
+        _loop("forward", x, y, window, x, y, where if saved else None)
         return y, where
     if _served(x):
         x = x.contiguous(memory_format=torch.channels_last)
@@ -246,7 +243,7 @@ def _backward_launch(
     dy = dy.resolve_neg()
     if compiled:
         dy = dy.contiguous(memory_format=torch.channels_last)
-        _backward_loop(dy, where, dx, window)
+        _loop("backward", dx, dy, window, dy, where, dx)
         return dx
     if _served(dx):
         dy = dy.contiguous(memory_format=torch.channels_last)
@@ -283,31 +280,20 @@ _POOL_BACKWARD = KernelOp("max_pool2d_backward", _backward_launch, _fake_backwar
 _POOL = KernelOp("max_pool2d", _forward, _results, backward=_backward, setup_context=_save)
 
 
-def _forward_loop(x: Tensor, y: Tensor, where: Tensor | None, window: Sequence[int]) -> None:
-    """Write the maxima and, if ``where`` is given, their places in the windows.
+def _loop(direction: str, x: Tensor, y: Tensor, window: Sequence[int], *tensors: Tensor | None) -> None:
+    """Run the compiled loop of a direction, with torch's number of threads.
 
     Args:
-        x: bfloat16 or float32 [N, C, H, W], channels_last, on a CPU; y: its result, the same.
-        where: int8 of y's shape and layout.
+        direction: "forward", of x, y and maybe the places; or "backward", of dy, the places and dx.
+        x: or its gradient: bfloat16 or float32 [N, C, H, W] on a CPU; all tensors are channels_last.
+        y: or its gradient.
         window: KH, KW, SH, SW, PH, PW.
+        tensors: those that the loop reads and writes, in its order.
 
     Raises:
         CompilerError: nothing can be compiled here.
     """
-    compiled("cpu/max_pool.cpp").fxprec_max_pool_forward(
-        _pool(x, y, window), x.dtype is torch.bfloat16, pointer(x), pointer(y), pointer(where),
-        torch.get_num_threads(),
-    )  # fmt: skip
-
-
-def _backward_loop(dy: Tensor, where: Tensor, dx: Tensor, window: Sequence[int]) -> None:
-    """Write the gradient of x; layouts as in ``_forward_loop``."""
-    compiled("cpu/max_pool.cpp").fxprec_max_pool_backward(
-        _pool(dx, dy, window), dx.dtype is torch.bfloat16, pointer(dy), pointer(where), pointer(dx),
-        torch.get_num_threads(),
-    )  # fmt: skip
-
-
-def _pool(x: Tensor, y: Tensor, window: Sequence[int]) -> Any:
-    """Return the sizes as the struct of the C++ source, whose members are all int64."""
-    return (ctypes.c_int64 * 12)(*x.shape, *y.shape[2:], *window)
+    # The struct of the C++ source, whose members are all int64.
+    sizes = (ctypes.c_int64 * 12)(*x.shape, *y.shape[2:], *window)
+    run = getattr(compiled("cpu/max_pool.cpp"), f"fxprec_max_pool_{direction}")
+    run(sizes, x.dtype is torch.bfloat16, *map(pointer, tensors), torch.get_num_threads())

@@ -27,7 +27,7 @@ from torch import Tensor
 from fxprec.kernels.cpu.cpp import compiled
 from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.kernel_op import KernelOp
-from fxprec.kernels.launch.operands import check_operands
+from fxprec.kernels.launch.operands import check_looped, check_operands
 from fxprec.kernels.launch.triton_support import Bound, can_launch, constexpr, jit, tl
 
 #: Pairs of a tile, 8 a thread.
@@ -268,15 +268,10 @@ def _check(
             f"{name}: cos has {width} columns, which is neither R nor R / 2 for an even R = {rotary} of at most "
             f"D = {dim} columns to rotate. Give rotary_dim where R is neither D nor cos's columns."
         )
-    if not compiled:
-        return rotary
-    odd = [x for x in (*tensors.values(), cos, sin) if x.device.type != "cpu" or x.dtype is torch.float16]
-    if odd or cos.dtype != sin.dtype:
-        x = odd[0] if odd else sin
-        raise ValueError(
-            f"{name}(compiled=True) serves bfloat16 and float32 on a CPU, cos and sin of one dtype; got {x.dtype} on "
-            f"'{x.device}'. Leave compiled out."
-        )
+    if compiled:
+        check_looped(name, *tensors.values(), cos, sin)
+        if cos.dtype != sin.dtype:
+            raise ValueError(f"{name}(compiled=True) takes cos and sin of one dtype, got {cos.dtype} and {sin.dtype}.")
     return rotary
 
 
@@ -406,18 +401,6 @@ _ROPE = KernelOp("rope", _forward, _fake, backward=_backward, setup_context=_set
 _ROPE_QK = KernelOp("rope_qk", _qk_forward, _qk_fake, backward=_qk_backward, setup_context=_setup)
 
 
-_SIZES: Final = (
-    "batch heads positions dim half x_batch x_head x_position out_batch out_head out_position "
-    "cos_batch cos_position sin_batch sin_position wide neighbours inverse"
-).split()
-
-
-class _Rope(ctypes.Structure):
-    """Struct ``Rope`` of the C++ source."""
-
-    _fields_ = tuple((name, ctypes.c_int64) for name in _SIZES)
-
-
 def compiled_for(
     x: Tensor, out: Tensor, cos: Tensor, tables: Sequence[int], rotary: int, interleaved: bool, inverse: bool
 ) -> Run:
@@ -434,11 +417,12 @@ def compiled_for(
     Raises:
         CompilerError: nothing can be compiled here.
     """
-    of = _Rope(*x.shape, rotary // 2, *x.stride()[:3], *out.stride()[:3], *tables)
-    of.wide, of.neighbours, of.inverse = cos.shape[-1] == rotary, interleaved, inverse
+    # The members of the struct of the C++ source, which are all int64.
+    members = [*x.shape, rotary // 2, *x.stride()[:3], *out.stride()[:3], *tables]
+    members += [cos.shape[-1] == rotary, interleaved, inverse]
+    sizes = (ctypes.c_int64 * len(members))(*members)
     low, low_tables = (int(each.dtype is torch.bfloat16) for each in (x, cos))
     function = _function()
-    sizes = ctypes.pointer(of)
 
     def run(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
         function(
@@ -452,5 +436,5 @@ def compiled_for(
 @functools.cache
 def _function() -> Any:
     function = compiled("cpu/rope.cpp").fxprec_rope
-    function.argtypes = (ctypes.POINTER(_Rope), ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.c_int)
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.c_int)
     return function

@@ -55,7 +55,7 @@ def looped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BACKWARD_ELEMENTS", 32)
     monkeypatch.setattr(module, "_TILE", 32)
     monkeypatch.setattr(module, "_SLAB_BYTES", 128)
-    monkeypatch.setattr(module, "processors", lambda device: 2)
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 2)
 
 
 @pytest.mark.slow
