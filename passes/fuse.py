@@ -34,8 +34,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxprec.kernels.calls import sizes
 from fxprec.kernels.launch.graph_call import graph_call
-from fxprec.kernels.rows.program.prices import LoopPrices
-from fxprec.kernels.rows.run.region import FusedRegion, RegionKernels
+from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.dtypes.promotion import is_zero_dim
 from fxprec.passes.fusion.effects import order_of_effects, sort
@@ -83,16 +82,21 @@ def fuse(gm: GraphModule, context: Context) -> PassResult:
     # sorted by what they read and by effects, and else stay where they were.
     position = {node: number for number, node in enumerate(graph.nodes)}
     order = order_of_effects(graph)
-    seeds = _Seeds(context.regions or "aten")
+    # Region that drops -> how many dropouts it has. A region's seeds begin where those of the one before end.
+    draws: dict[Node, int] = {}
     for region in chosen:
-        node = _replace(gm, region, names[region], seeds, context.loops)
+        count = sum(map(drops, region.nodes))
+        node = _replace(gm, region, names[region], count, sum(draws.values()), context)
         position[node] = position[region.nodes[-1]]
+        if triton and count:
+            draws[node] = count
     # Items of a region's tuple are new, and stand with their region.
     for node in graph.nodes:
         if node not in position:
             position[node] = position[node.args[0]]
     sort(graph, order, position)
-    seeds.draw(graph)
+    if draws:
+        _draw_seeds(graph, draws)
     return PassResult(gm, True, tuple(declined))
 
 
@@ -155,17 +159,20 @@ def _settle(graph: Graph, splits: list[SplitBias], found: list[Region], chosen: 
     return [region for region in chosen if saves(region)] if gone else chosen
 
 
-def _replace(gm: GraphModule, region: Region, name: str, seeds: _Seeds, prices: LoopPrices | None) -> Node:
-    """Put a call of a FusedRegion in the place of a region's nodes."""
+def _replace(gm: GraphModule, region: Region, name: str, draws: int, seed: int, context: Context) -> Node:
+    """Put a call of a FusedRegion in the place of a region's nodes.
+
+    Args:
+        draws: how many dropouts it has.
+        seed: the number of the first one's seed.
+    """
     graph, inputs, outputs = gm.graph, region.inputs, region.outputs
     inner = _graph_module(name, region, inputs, outputs)
-    draws = sum(map(drops, region.nodes))
-    module = FusedRegion(name, inner, draws, seeds.count, seeds.kernels, prices)
-    gm.add_submodule(name, module)
+    assert context.regions  # else there are none
+    gm.add_submodule(name, FusedRegion(name, inner, draws, seed, context.regions, context.loops))
     with graph.inserting_before(region.nodes[-1]):
         call = graph.create_node("call_module", name, tuple(inputs), name=name)
         call.meta = _meta(outputs, region)
-        seeds.give(call, draws)
         inside = set(region.nodes)
         names: dict[Node, str] = {}
         for number, output in enumerate(outputs):
@@ -244,35 +251,19 @@ def _names(gm: GraphModule, regions: Sequence[Region]) -> dict[Region, str]:
     return names
 
 
-class _Seeds:
-    """Seeds of a graph's dropouts: counted while regions are made, drawn before the first that takes some."""
-
-    def __init__(self, kernels: RegionKernels) -> None:
-        self.kernels: RegionKernels = kernels
-        self.count = 0
-        self.calls: set[Node] = set()
-
-    def give(self, call: Node, draws: int) -> None:
-        """Note that this region has so many dropouts."""
-        if draws and self.kernels == "triton":
-            self.calls.add(call)
-            self.count += draws
-
-    def draw(self, graph: Graph) -> None:
-        """Draw the seeds once a call, before the first region that takes some; nodes are sorted by now."""
-        first = next((node for node in graph.nodes if node in self.calls), None)
-        if first is None:
-            return
-        # Of the first region's inputs, one tells the device.
-        like = next((each for each in first.args if _is_tensor(each)), first.args[0])
-        with graph.inserting_before(first):
-            seeds = graph.call_function(draw_seeds_like, (like, self.count))
-        seeds.meta = {
-            "op": Op("draw_seeds"), "dtype": torch.int64, "is_zero_dim": False,
-            "precision": Precision.arriving(None, None, Rule.KEEP, "seeds of the dropouts in fused regions"),
-        }  # fmt: skip
-        for call in self.calls:
-            call.args = (*call.args, seeds)
+def _draw_seeds(graph: Graph, draws: Mapping[Node, int]) -> None:
+    """Draw the seeds of all dropouts at once, before the first region that has some; nodes are sorted by now."""
+    first = min(draws)
+    # Of the first region's inputs, one tells the device.
+    like = next((each for each in first.args if _is_tensor(each)), first.args[0])
+    with graph.inserting_before(first):
+        seeds = graph.call_function(draw_seeds_like, (like, sum(draws.values())))
+    seeds.meta = {
+        "op": Op("draw_seeds"), "dtype": torch.int64, "is_zero_dim": False,
+        "precision": Precision.arriving(None, None, Rule.KEEP, "seeds of the dropouts in fused regions"),
+    }  # fmt: skip
+    for call in draws:
+        call.args = (*call.args, seeds)
 
 
 def _is_tensor(argument: object) -> bool:

@@ -136,8 +136,7 @@ def _name_dtype_of_bits(node: Node) -> bool:
     if reference is None or not isinstance(dtype, torch.dtype):
         return False
     asked = next(source for source in node.all_input_nodes if source.args[:2] == (reference, "dtype"))
-    node.args = map_arg(node.args, lambda source: dtype if source is asked else source)  # type: ignore[assignment]
-    node.kwargs = map_arg(node.kwargs, lambda source: dtype if source is asked else source)  # type: ignore[assignment]
+    node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda each: dtype if each is asked else each)  # type: ignore[assignment, misc]
     return True
 
 

@@ -69,7 +69,7 @@ from fxprec.passes.graph.grad_mode import exposed_values, grad_mode_at_nodes
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.graph.subgraphs import body_of
 from fxprec.passes.insert_casts import HANDED_ON, actual_dtype, new_cast
-from fxprec.passes.ops.aliases import alias_roots, written_by, written_roots
+from fxprec.passes.ops.aliases import alias_roots, written_by, written_memory
 from fxprec.passes.ops.names import cast_target, may_give_itself
 
 
@@ -144,8 +144,7 @@ def _move_casts_up(graph: Graph, recorded: Mapping[Node, bool]) -> tuple[list[No
 
     Returns what is handed out then, of each identity chain the first node, and whether something was moved.
     """
-    roots = alias_roots(graph)
-    written = written_roots(graph, roots)
+    roots, written = written_memory(graph)
     found, changed = [], False
     for returned in map(_identity_source, exposed_values(graph)):
         source = widened(returned)
@@ -349,11 +348,7 @@ def _widen_results_of_bodies(gm: GraphModule, recorded: Mapping[Node, bool]) -> 
         with body.inserting_before(end):
             wide = new_node(body, "call_function", cast, (inner, torch.float32), {}, f"{inner.name}_f32")
         wide.meta.update(returned.meta)
-        given = end.args[0]
-        if isinstance(given, Node):
-            end.args = (wide,)
-        else:
-            end.args = (tuple(wide if each is inner else each for each in given),)  # type: ignore[union-attr]
+        end.replace_input_with(inner, wide)
         for each in results:
             others = [user for user in each.users if user is not returned and user.op != "output"]
             low = _cast_back(each, each) if others else each

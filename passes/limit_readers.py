@@ -38,9 +38,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import Argument, map_arg
+from torch.fx.node import map_arg
 
 from fxprec.kernels.launch.operands import LOW_DTYPES
 from fxprec.passes.context import Context, PassResult, bodies_first
@@ -137,7 +136,8 @@ def _split(node: Node, readers: list[Node], recorded: Mapping[Node, bool]) -> No
     source: Node | None = None
     if _is_inserted_cast(node) and not _is_copy_of_weight(node):
         source, function = node.args[0], node.target  # type: ignore[assignment]
-    left, copy, last = READERS, node, node
+    left, copy, last, dtype = READERS, node, node, actual_dtype(node)
+    assert dtype is not None
     for reader in readers:
         copies: list[Node] = []
         for _ in range(uses(reader, node)):
@@ -145,24 +145,16 @@ def _split(node: Node, readers: list[Node], recorded: Mapping[Node, bool]) -> No
                 if source is None:
                     source = last = cast_behind(node, recorded, _WHY)
                 # Right behind the value, in its grad mode: a reader may stand under no_grad.
-                copy = last = _cast(source, actual_dtype(node), function, last)
+                with node.graph.inserting_after(last):
+                    copy = last = new_cast(function, source, dtype, _WHY)
                 left = READERS
             copies.append(copy)
             left -= 1
         _read(reader, node, iter(copies))
 
 
-def _cast(source: Node, dtype: torch.dtype | None, function: object, after: Node) -> Node:
-    assert dtype is not None
-    with source.graph.inserting_after(after):
-        return new_cast(function, source, dtype, _WHY)
-
-
 def _read(reader: Node, value: Node, copies: Iterator[Node]) -> None:
     """Let a reader take the copies, in order, wherever it takes the value."""
-
-    def other(each: Node) -> Argument:
-        return next(copies) if each is value else each
-
-    args, kwargs = map_arg((reader.args, reader.kwargs), other)  # type: ignore[misc]
+    given = (reader.args, reader.kwargs)
+    args, kwargs = map_arg(given, lambda each: next(copies) if each is value else each)  # type: ignore[misc]
     set_arguments(reader, args, kwargs)

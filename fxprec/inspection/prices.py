@@ -148,7 +148,7 @@ class Prices:
         if self._costs is None:
             return None
         if graph not in self._of_graphs:
-            self._of_graphs[graph] = OpCosts.of(self._costs, self._context)
+            self._of_graphs[graph] = OpCosts(self._costs, self._context)
             self._of_graphs[graph].enter(graph)
         return self._of_graphs[graph]
 

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import Final
 
 import torch
@@ -221,7 +222,8 @@ def _call_body(
     gm: GraphModule, body: GraphModule, enter: Node, last: Node, read: Iterable[Node], given: Iterable[Node]
 ) -> dict[Node, Node]:
     """Call a body behind the last node of its region; return the nodes of the region with what stands for each now."""
-    graph, name = gm.graph, next(name for name in _names() if not hasattr(gm, name))
+    graph = gm.graph
+    name = next(name for name in map("autocast_{}".format, count()) if not hasattr(gm, name))
     setattr(gm, name, body)
     settings = (argument(enter, 0, "device_type"), _dtype_of(enter), argument(enter, 2, "enabled", True))
     with graph.inserting_after(last):
@@ -237,10 +239,3 @@ def _call_body(
             behind = results[node] = graph.call_function(operator.getitem, (call, position))
         behind.meta.update({key: value for key, value in node.meta.items() if key != "autocast"})
     return results
-
-
-def _names() -> Iterator[str]:
-    number = 0
-    while True:
-        yield f"autocast_{number}"
-        number += 1

@@ -34,7 +34,6 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -100,7 +99,7 @@ def _call_with_logits(loss: Node, chain: list[Node]) -> None:
         notes(logits).op = Op("nan_to_num")
         logits.meta.update({key: sigmoid.meta[key] for key in _HANDED_ON if key in sigmoid.meta})
         for view in views:
-            logits = graph.node_copy(view, partial(_instead, logits))
+            logits = graph.node_copy(view, lambda _, of=logits: of)
     # The logits stand first by position, however the probabilities were given.
     if loss.target is F.binary_cross_entropy:
         loss.target, replaced = F.binary_cross_entropy_with_logits, "input"
@@ -115,10 +114,6 @@ def _call_with_logits(loss: Node, chain: list[Node]) -> None:
     for node in reversed(chain):
         if not node.users:
             graph.erase_node(node)
-
-
-def _instead(logits: Node, _: Node) -> Node:
-    return logits
 
 
 _PATTERNS: Final = (Pattern(("binary_cross_entropy",), _loss_of_sigmoid, _call_with_logits),)

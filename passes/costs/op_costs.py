@@ -103,28 +103,17 @@ class OpCosts:
     """Prices of the ops of one graph, and of the bodies that it calls.
 
     Args:
-        costs: the device's.
-        low: the low dtype; the costs have curves for it.
-        gradients: whether a backward pass follows.
-        fused: kernels that cast what they read and write for nothing run between matrix products.
-        way: another one than torch's kernel that attention may go.
+        costs: the device's, which has curves for the low dtype.
+        context: of the conversion: its low dtype, whether a backward pass follows, whether kernels cast what they read
+            and write for nothing between matrix products, and the other way that attention may go.
     """
 
-    def __init__(
-        self, costs: DeviceCosts, low: torch.dtype, gradients: bool, fused: bool, way: AttentionWay | None = None
-    ) -> None:
+    def __init__(self, costs: DeviceCosts, context: Context) -> None:
         self.costs = costs
-        self.low = low
-        self._gradients = gradients
-        self._fused = fused
-        self._attention_way: AttentionWay | None = way
+        self.low = context.low
+        self._gradients, self._fused = context.gradients, context.casts_fuse
+        self._attention_way: AttentionWay | None = None if context.attention is None else context.attention[0]
         self._differentiable: set[Node] = set()
-
-    @classmethod
-    def of(cls, costs: DeviceCosts, context: Context) -> OpCosts:
-        """Prices as a conversion has them."""
-        way = None if context.attention is None else context.attention[0]
-        return cls(costs, context.low, context.gradients, context.casts_fuse, way)
 
     def enter(self, graph: Graph, is_body: bool = False) -> None:
         """Find out which values gradients flow through: into a body they may flow through all that it is given."""

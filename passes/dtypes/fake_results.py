@@ -7,7 +7,7 @@ a node, the node is run once more on fake tensors of the original dtypes, with a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -83,11 +83,16 @@ def _doubtful(captured: DTypeInfo, low: torch.dtype) -> DTypeInfo:
 def _rerun(node: Node) -> Any:
     values = (source.meta.get("val") for source in node.all_input_nodes)
     with quietly(next(value.fake_mode for value in values if isinstance(value, FakeTensor))):
-        args, kwargs = map_arg((node.args, node.kwargs), _original)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
+        return call(node, _original)
+
+
+def call(node: Node, value_of: Callable[[Node], Any]) -> Any:
+    """Run the function or method that a node calls, on a value for each node among its arguments."""
+    args, kwargs = map_arg((node.args, node.kwargs), value_of)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
 
 
 def _original(source: Node) -> Any:

@@ -16,10 +16,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from fxprec.kernels.torch_internals import FakeTensor
-from fxprec.passes.dtypes.fake_results import quietly
+from fxprec.passes.dtypes.fake_results import call, quietly
 from fxprec.passes.graph.annotations import CASTABLE, Annotations, Rule, annotated, notes
 from fxprec.passes.graph.casts import CASTS, cast
 from fxprec.passes.graph.subgraphs import attribute_of
@@ -134,7 +133,7 @@ def _run(gm: GraphModule, mode: FakeTensorMode) -> Iterator[Disagreement]:
                         own = values[source].in_its_dtypes(copy=True)
                         values[source] = _Value(own, values[source].dtypes)
                 with _autocast_of(node, noted):
-                    result = _call(node, values)
+                    result = call(node, lambda source: values[source].in_its_dtypes())
             except Exception:  # without a fake, or one that does not take these: what is stated is all there is
                 continue
             values[node] = _Value(result, _dtypes(result))
@@ -176,14 +175,6 @@ def _runs(node: Node, row: OpRule | None, values: dict[Node, _Value]) -> bool:
     if str(getattr(node.target, "__module__", "")).startswith("fxprec.") and node.target not in CASTS:
         return False
     return all(values[source].is_plain() for source in node.all_input_nodes)
-
-
-def _call(node: Node, values: dict[Node, _Value]) -> Any:
-    args, kwargs = map_arg((node.args, node.kwargs), lambda source: values[source].in_its_dtypes())
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
 
 
 def _autocast_of(node: Node, annotations: Annotations) -> contextlib.AbstractContextManager[Any]:

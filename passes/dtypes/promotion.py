@@ -21,17 +21,6 @@ from fxprec.passes.ops.table import facts_of
 #: Python number types, narrowest first.
 NUMBERS: Final = (bool, int, float, complex)
 
-_FIXED: Final[Mapping[str, DTypeInfo]] = MappingProxyType(
-    {
-        "bool": torch.bool,
-        "int64": torch.int64,
-        "int32": torch.int32,
-        "uint64": torch.uint64,
-        "float32": torch.float32,
-        "none": NON_TENSOR,
-    }
-)
-
 
 class Operands(NamedTuple):
     """Operands of a call.
@@ -135,8 +124,8 @@ def _number_dtype(number: type | None) -> torch.dtype | None:
     return default.to_complex() if number is complex else default
 
 
-def _default(operands: Operands) -> DTypeInfo:
-    return torch.get_default_dtype()
+def _always(info: DTypeInfo) -> Kind:
+    return lambda operands: info
 
 
 def _tensors(operands: Operands) -> DTypeInfo:
@@ -191,7 +180,8 @@ RESULT_KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
         "wide": _wide,
         "float64": _float64,
         "complex": _complex,
-        "default": _default,
-        **{name: (lambda operands, info=info: info) for name, info in _FIXED.items()},
+        "default": lambda operands: torch.get_default_dtype(),
+        "none": _always(NON_TENSOR),
+        **{name: _always(getattr(torch, name)) for name in ("bool", "int64", "int32", "uint64", "float32")},
     }
 )

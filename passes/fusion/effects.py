@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from fxprec.errors import InvariantError
 from fxprec.passes.fusion.row_operations import is_row_operation
 from fxprec.passes.graph.annotations import NO_OP, notes
-from fxprec.passes.ops.aliases import alias_roots, written_roots
+from fxprec.passes.ops.aliases import written_memory
 from fxprec.passes.ops.table import row_of
 
 
@@ -30,8 +30,7 @@ def memory_of(graph: Graph) -> tuple[dict[Node, Node], set[Node]]:
 
     Arguments may be views of each other: where one of them is written to, all count as one memory.
     """
-    roots = alias_roots(graph)
-    written = written_roots(graph, roots)
+    roots, written = written_memory(graph)
     arguments = graph.find_nodes(op="placeholder")
     if not written.isdisjoint(arguments):
         roots = {node: arguments[0] if root.op == "placeholder" else root for node, root in roots.items()}

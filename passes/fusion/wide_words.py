@@ -24,7 +24,7 @@ linear for a region.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
@@ -34,7 +34,7 @@ from fxprec.kernels.calls.cross_entropy import cross_entropy
 from fxprec.kernels.calls.parts import CUTS, joined, parts
 from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.fusion.kernel_calls import weight_sizes
-from fxprec.passes.graph.annotations import argument, notes
+from fxprec.passes.graph.annotations import argument, leaves, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.patterns import MATCH, Pattern, WholeGraph, rewrite_matches
 
@@ -71,13 +71,9 @@ def _takes_padded_rows(reader: Node, columns: int) -> bool:
     name = notes(reader).op.name
     if reader.target in CASTS or reader.target in (cross_entropy, F.cross_entropy) or name == "fused_region":
         return True
-    if name == "flatten" or (name == "view" and columns in (reader.args[-1], _last(reader.args[-1]))):
+    if name == "flatten" or (name == "view" and leaves(reader.args)[-1] == columns):
         return all(_takes_padded_rows(each, columns) for each in reader.users)
     return False
-
-
-def _last(sizes: Any) -> Any:
-    return sizes[-1] if isinstance(sizes, tuple | list) and sizes else None
 
 
 def _cut(node: Node, around: WholeGraph) -> object | None:

@@ -175,12 +175,13 @@ class Annotations:
         """Return whether somebody wrote that field."""
         return field in self.__dict__
 
-    def discard(self, field: str) -> None:
-        """Take back what somebody wrote to that field, if anybody did.
+    def discard(self, *fields: str) -> None:
+        """Take back what somebody wrote to these fields, if anybody did.
 
         A ``__delattr__`` would do, and make each assignment, and with it each view, half as fast.
         """
-        self.__dict__.pop(field, None)
+        for field in fields:
+            self.__dict__.pop(field, None)
 
 
 def notes(node: Node) -> Annotations:

@@ -24,16 +24,8 @@ def attribute_of(node: Node) -> Any:
 
 
 def attributes_in(gm: GraphModule) -> dict[Node, Any]:
-    """Map every get_attr node to what it fetches, as ``attribute_of`` says; each module is looked up once."""
-    found: dict[str, Any] = {"": gm}
-
-    def fetch(path: str) -> Any:
-        if path not in found:
-            owner, _, name = path.rpartition(".")
-            found[path] = getattr(fetch(owner), name, None)
-        return found[path]
-
-    return {node: fetch(str(node.target)) for node in gm.graph.find_nodes(op="get_attr")}
+    """Map every get_attr node to what it fetches, as ``attribute_of`` says."""
+    return {node: attribute_of(node) for node in gm.graph.find_nodes(op="get_attr")}
 
 
 def bodies_in(gm: GraphModule) -> dict[Node, GraphModule]:

@@ -621,7 +621,7 @@ _Dtypes: TypeAlias = Mapping[int | None, torch.dtype | None]
 def _annotate(constraints: Constraints, dtypes: _Dtypes) -> None:
     for node, (read, out, rule, why, site) in constraints.decided.items():
         reads = dtypes[read]
-        if site is not None and read is not None and not constraints.variables.is_pinned(read):
+        if site is not None and read is not None and constraints.variables.dtype_of(read) is None:
             why = f"{why}; {_reason(constraints, site, reads, dtypes)}"
         annotate(node, rule, why, reads, dtypes[out])
     for node in constraints.names_fp32:

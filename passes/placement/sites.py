@@ -274,5 +274,4 @@ def annotate(node: Node, rule: Rule, why: str, reads: torch.dtype | None, output
         arrival = Arrival.AS_IT_ARRIVES
     annotations.precision = Precision(arrival, compute, output, rule, why)
     # Fields of an earlier decision: tune decides the same graph many times.
-    for stale in ("stored_dtype", "names_fp32"):
-        annotations.discard(stale)
+    annotations.discard("stored_dtype", "names_fp32")

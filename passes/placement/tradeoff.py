@@ -90,7 +90,7 @@ class TradeOff:
         self._variables = self._constraints.variables
         self.squares = squares
         self.choices: dict[Node, int] = {
-            node: each for node, each in self._constraints.free.items() if not self._variables.is_pinned(each)
+            node: each for node, each in self._constraints.free.items() if self._variables.dtype_of(each) is None
         }
         self.unpriced = self._constraints.unpriced
         self._tie()

@@ -47,8 +47,7 @@ class Variables:
         self.arrives: dict[Node, int] = {}
         self.does_not_widen: set[Node] = set()
         self.declined: list[str] = []
-        self._pins: dict[int, bool] = {FP32: True, LOW: False}
-        self._dtypes: dict[int, torch.dtype] = {FP32: torch.float32, LOW: low}
+        self._dtypes: dict[int, torch.dtype] = {FP32: torch.float32, LOW: low}  # of what is pinned
         self._constants: dict[torch.dtype, int] = {torch.float32: FP32, low: LOW}
         self._count = 2
         self._makers: dict[int, Node] = {}
@@ -77,11 +76,8 @@ class Variables:
         """Return the variable of a dtype; one that is neither FP32 nor low is on the FP32 side of the cut."""
         if dtype not in self._constants:
             variable = self._constants[dtype] = self.new()
-            self._pins[variable], self._dtypes[variable] = True, dtype
+            self._dtypes[variable] = dtype
         return self._constants[dtype]
-
-    def is_pinned(self, variable: int) -> bool:
-        return variable in self._pins
 
     def dtype_of(self, variable: int) -> torch.dtype | None:
         """Return the dtype that a pinned variable stands for; None where the cut is to find it."""
@@ -93,7 +89,7 @@ class Variables:
         # The variables FP32 and LOW, and those of other dtypes, are everybody's, and never change. One of a value that
         # was pinned to low may still become FP32.
         if have is None or (have is self.low and variable != LOW):
-            self._pins[variable], self._dtypes[variable] = dtype is not self.low, dtype
+            self._dtypes[variable] = dtype
         elif have is not dtype and dtype is not self.low:
             self.declined.append(f"{node.name}: wants {dtype_name(dtype)}, shares memory that is {dtype_name(have)}")
 
@@ -185,7 +181,8 @@ class Variables:
         ]
         tensors += [Tensor(producer, (user,), self._cast(costs, node)) for node, producer, user in self._casts_behind]
         unary = {variable: costs.traffic(self._caller_value.get(node, node)) for variable, node in self._makers.items()}
-        return CutProblem(self._count, self._pins, tuple(tensors), tuple(self._closures), unary | self._prices)
+        pins = {variable: dtype is not self.low for variable, dtype in self._dtypes.items()}
+        return CutProblem(self._count, pins, tuple(tensors), tuple(self._closures), unary | self._prices)
 
     def casts_around(self, full: list[bool]) -> Callable[[Node, int, Iterable[Node]], tuple[float, float]]:
         """Return a function that tells, of (op, its variable, its sources), the cost of its own casts in FP32, and low.

@@ -168,7 +168,7 @@ class Walk:
     def op_costs(self) -> OpCosts:
         """Return the prices of the graphs' ops, by the costs of the device that the context has."""
         assert self.context.costs is not None
-        costs = OpCosts.of(self.context.costs, self.context)
+        costs = OpCosts(self.context.costs, self.context)
         for graph, _, is_body in self.graphs:
             costs.enter(graph, is_body)
         return costs

@@ -267,8 +267,7 @@ class Policy:
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> Policy:
         """Read a policy file; examples/policy.toml explains the format."""
-        level, overrides, rules = load(path)
-        return cls(level, overrides, rules)
+        return cls(*load(path))
 
     def to_toml(self) -> str:
         """Return the text of a file that ``from_toml`` reads back; what has no such text (a predicate) is refused."""

@@ -59,7 +59,7 @@ def prices(tools):
 
     def run(function, *inputs, gradients=True, costs=None):
         gm = tools.rewritten(tools.traced(function, *inputs), tools.context(), until="propagate")
-        of_ops = OpCosts(costs or device(), BF16, gradients, False)
+        of_ops = OpCosts(costs or device(), tools.context(gradients=gradients))
         of_ops.enter(gm.graph)
         return (
             of_ops,
