@@ -5,7 +5,7 @@ J is taken at the midpoint of run and reference in general. Less is to be done w
 - a copy in another dtype: J is the identity;
 - linear in what has an error: J is the same everywhere, and autograd gives it of the one run at low inputs. Where the
   op reads an index or a mask that the reference has otherwise, its bend is what that makes of it;
-- a product, such as a matrix product or a convolution: J^T m is written down below, and no run is needed at all. For a
+- a product, such as a matrix product or a convolution: J^T m is written down below, and autograd need not run it. For a
   quadratic function f(low) - f(reference) is J at the midpoint times the difference of the inputs, so that::
 
       rounding = <m, low result - reference's result> - <J^T m, low inputs - reference's inputs>
@@ -26,7 +26,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fxprec.tape.exact_ops import EXACT
 from fxprec.tape.memory import Memory, TensorPlace, difference
 from fxprec.tape.operation import Operation, Read
 from fxprec.torch_internals import tree_unflatten
@@ -206,30 +205,6 @@ _PRODUCTS: Final[dict[str, Callable[..., tuple[Tensor, ...]]]] = {
 }  # fmt: skip
 
 
-#: What the local error of a product is estimated from: so many rows of a matrix, or images with so many pixels.
-_ROWS: Final = 64
-_PIXELS: Final = 16
-
-
-def _sampled(operation: Operation, args: list[Any], kwargs: dict[str, Any], low: Tensor) -> tuple[float, float]:
-    """Estimate ``lost`` and ``size`` of a product from some of its rows; ``args`` in the reference's dtype."""
-    convolves = operation.name == "aten::convolution"
-    position = 0 if convolves or len(args) == 2 else 1  # of what has these rows
-    dimension = 0 if convolves else args[position].dim() - 2
-    rows = low.shape[dimension]
-    wanted = math.ceil(_PIXELS / max(1, math.prod(low.shape[2:]))) if convolves else _ROWS
-    chosen = range(0, rows, max(1, rows // wanted))
-    index = torch.tensor(chosen, device=low.device)
-    args[position] = args[position].index_select(dimension, index)
-    if position and args[0].dim() == low.dim() and args[0].shape[dimension] == rows:  # a matrix that is added
-        args[0] = args[0].index_select(dimension, index)
-    function: Any = EXACT.get(operation.name, operation.function)
-    local = function(*args, **kwargs)
-    own = difference(low.index_select(dimension, index), local)
-    scale = rows / max(1, len(chosen))
-    return inner(own, own) * scale, _size(local) * scale
-
-
 # -- all others -------------------------------------------------------------------------------------------------------
 
 
@@ -325,10 +300,11 @@ class _OpPart:
             for place, gradient in zip(args, found, strict=False)
             if isinstance(place, TensorPlace) and place in self.reads
         ]
-        # The loss of the product itself is for show: some of its rows estimate it, at a part of its cost.
-        low = [inputs.low(value) if isinstance(value, TensorPlace) else value for value in args]
-        lost, size = _sampled(operation, low, kwargs, result.low)
-        return Pulled(self._added(gradients), 0.0, lost, size, gradients)
+        # Only what the product itself lost asks for a run.
+        with torch.no_grad():
+            local = self._local(self._run(self._low))[0]
+        own = difference(result.low, local)
+        return Pulled(self._added(gradients), 0.0, inner(own, own), _size(local), gradients)
 
     def at_midpoint(self) -> Pulled:
         """Return the part of any op, with J at the midpoint of run and reference."""
