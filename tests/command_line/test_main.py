@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxprec
 from fxprec.command_line.main import FAILURES, Waiting, main, parser
 from fxprec.command_line.target import TargetError, load
+from fxprec.numerics.tune import Told
 from fxprec.passes.graph.annotations import Rule
 from page_data import data_of
 
@@ -395,10 +396,10 @@ def test_waiting_is_told_after_two_seconds_only(
         waiting.say("capturing")
     assert capsys.readouterr().err == ""
     with Waiting() as waiting:
-        for _ in waiting.count("batches", [1, 2]):
+        for _ in Told("running", [(1,), (2,)], waiting.say):
             time.sleep(0.25)
     assert [line.partition(" (")[0] for line in capsys.readouterr().err.splitlines()] == [
-        "batches: 1 of 2", "batches: 2 of 2",
+        "running: batch 1 of 2", "running: batch 2 of 2",
     ]  # fmt: skip
 
 
