@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fxprec.tape import vjp
 from fxprec.tape.adjoint import measured, terms
-from fxprec.tape.exact_ops import draws
+from fxprec.tape.exact_ops import EXACT, draws
 from fxprec.tape.memory import TensorPlace
 from fxprec.tape.operation import Operation, OpOrigin
 from fxprec.tape.recorder import OpRecorder
@@ -316,6 +316,26 @@ _Q, _PHILOX = torch.ones(1, 1, 2, 4), torch.zeros((), dtype=torch.int64)
 )  # fmt: skip
 def test_what_draws(function: Any, args: Any, kwargs: Any, expected: bool) -> None:
     assert draws(function, args, kwargs) is expected
+
+
+SHAPES = [
+    (images, channels, size, kernel, stride, padding, dilation)
+    for images, channels, size in [(1, 8, (9, 12)), (3, 8, (5, 4)), (70, 9, (7, 6)), (2, 3, (7, 7))]
+    for kernel, stride, padding, dilation in [
+        ((3, 3), (1, 1), (1, 1), (1, 1)), ((1, 1), (1, 1), (0, 0), (1, 1)), ((2, 3), (1, 2), (0, 2), (2, 1)),
+        ((3, 2), (2, 1), (1, 0), (1, 3)),
+    ]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_references_own_convolution_is_torchs(shape: Any) -> None:
+    images, channels, size, kernel, *options = shape
+    x, w = torch.randn(images, channels, *size).double(), torch.randn(5, channels, *kernel).double()
+    for bias, groups, memory in [(None, 1, torch.channels_last), (torch.randn(5).double(), 1, torch.contiguous_format)]:
+        arguments = (x.to(memory_format=memory), w, bias, *options, False, [0, 0], groups)
+        expected = torch.ops.aten.convolution(*arguments)
+        torch.testing.assert_close(EXACT["aten::convolution"](*arguments), expected, rtol=1e-13, atol=1e-13)
 
 
 def test_what_is_kept_of_a_value_is_its_error_in_fp32_unless_that_does_not_tell_it() -> None:
