@@ -384,10 +384,10 @@ class Counting(Attribution):
         results = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
         if any(each.is_floating_point() and not can_count(each) for each in results):
             self.skipped.add(function.name())
-        # Views share their input's storage: their values were counted when they were made.
-        fresh = [each for each in results if can_count(each) and storage_key(each) not in before]
-        if "empty" in function.name():  # nobody's values stand there yet
-            fresh = []
+        # Views share their input's storage: their values were counted when they were made. In memory that an op only
+        # allocates nobody's values stand yet.
+        own = () if "empty" in function.name() else results
+        fresh = [each for each in own if can_count(each) and storage_key(each) not in before]
         made = [*fresh, *(leaf for leaf in leaves if can_count(leaf) and id(leaf) in written)]
         # Within a node only its result counts, as users see it; the node's own ``look`` counts it.
         if self._running:

@@ -136,13 +136,19 @@ class Skips:
         """Begin a new iteration with the next step."""
         self._open = False
 
-    def note_step(self) -> None:
-        """Note a step that the host knows to have run."""
-        self._append(False)
+    def note_step(self, skipped: bool | Tensor = False) -> None:
+        """Note a step that the host knows to have run; or whether it was skipped, as a flag on a device perhaps."""
+        # The first step of an iteration ends what was known of the last one.
+        if not self._open:
+            self._open = True
+            self._passed_over = False
+            self._last.clear()
+            self._unread.clear()
+        self._last.append(skipped)
 
     def note_without_gradients(self) -> None:
         """Note a step that was passed over. The parameters of the last overflow stay known."""
-        self._append(False)
+        self.note_step()
         self._passed_over = True
         self.without_gradients += 1
 
@@ -150,7 +156,7 @@ class Skips:
         """Note a step that the host knows to have been skipped: and where, before the gradients go."""
         # Several optimizers of one iteration may overflow; the first of them forgets the iteration before.
         first = not any(flag is True for flag in self._last) or not self._open
-        self._append(True)
+        self.note_step(True)
         self._known += 1
         if first:
             self._overflow.clear()
@@ -160,7 +166,7 @@ class Skips:
         """Note a step that only the device knows about. ``found``: its flags, each 0 or 1."""
         device = next(iter(found))
         flag = combined_flag(found.values(), device)
-        self._append(flag)
+        self.note_step(flag)
         # Nobody reads it now: whether it skipped, and where, is looked up when somebody asks.
         self._unread.append((weakref.ref(optimizer), flag))
         flags = self._flags.setdefault(device, [])
@@ -193,15 +199,6 @@ class Skips:
             flags = torch.stack([torch.isfinite(g).all().to(held[0][1].device, non_blocking=True) for _, g in held])
             self._overflow.append(([name for name, _ in held], ~flags))
         self._noted_at = self.count
-
-    def _append(self, flag: bool | Tensor) -> None:
-        # The first step of an iteration ends what was known of the last one.
-        if not self._open:
-            self._open = True
-            self._passed_over = False
-            self._last.clear()
-            self._unread.clear()
-        self._last.append(flag)
 
 
 def no_gradients(optimizer: Optimizer, model: nn.Module | None) -> NoGradientsError:

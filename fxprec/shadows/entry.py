@@ -88,7 +88,9 @@ class Entry:
             # Backward runs the newest nodes first. This edge is older than every forward: the gradients of all weights
             # would come at the very end, too late for DDP to reduce the first while the others are computed.
             run_before(shadow.grad_fn, _AS_SOON_AS_READY)
-        edge = _accumulates(shadow)
+        # The weight's AccumulateGrad, which lies below the cast; a frozen weight has none.
+        below = () if shadow.grad_fn is None else shadow.grad_fn.next_functions
+        edge = next((node for node, _ in below if node is not None), None)
         return cls(
             id(weight),
             _reference(weight, edge, dies),
@@ -129,12 +131,6 @@ def _reference(weight: Tensor, edge: Any, dies: Callable[[weakref.ref[Tensor]], 
     if isinstance(weight, torch.nn.Parameter):
         return lambda: weight
     return weakref.ref(weight, dies)
-
-
-def _accumulates(shadow: Tensor) -> Any:
-    """Return the AccumulateGrad below the shadow's cast; None for a frozen weight."""
-    below = () if shadow.grad_fn is None else shadow.grad_fn.next_functions
-    return next((node for node, _ in below if node is not None), None)
 
 
 def stale_error(weights: Sequence[Tensor], low: torch.dtype, model: torch.nn.Module | None) -> StaleShadowError:

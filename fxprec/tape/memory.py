@@ -177,10 +177,8 @@ class Memory:
 
     def forget(self, place: TensorPlace) -> None:
         """Let a storage and its copy go: nobody asks for a place in it any more."""
-        self._storages.pop(place.storage, None)
-        self._copies.pop(place.storage, None)
-        self._errors.pop(place.storage, None)
-        self._casts.pop(place.storage, None)
+        for known in (self._storages, self._copies, self._errors, self._casts):
+            known.pop(place.storage, None)
 
     def adjoint(self, place: TensorPlace) -> Tensor:
         """Return an empty vector of the reference's dtype with as many elements as a storage of floats has."""
