@@ -21,7 +21,7 @@ from torch import Tensor
 from fxprec.kernels.launch.graph_call import graph_call, stands_for
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 from fxprec.kernels.launch.observers import TRANSFORM, runs_unseen, watcher
-from fxprec.kernels.launch.operands import suits_loops
+from fxprec.kernels.launch.operands import memory_format_of, suits_loops
 
 #: Largest filters that oneDNN has a kernel for, and fewest elements of images whose FP32 copies pay.
 _SMALL: Final = 3
@@ -117,8 +117,7 @@ def _backward(
 
 
 def _fake_backward(grad: Tensor, x: Tensor, weight: Tensor, biased: bool, *rest: Any) -> list[Tensor]:
-    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    image = torch.empty_like(x, memory_format=torch.channels_last if last else torch.contiguous_format)
+    image = torch.empty_like(x, memory_format=memory_format_of(x))
     made = image, torch.empty_like(weight), weight.new_empty(len(weight))
     return [each for each, wanted in zip(made, rest[-1], strict=True) if wanted]
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxprec.kernels.launch.operands import memory_format_of
 from fxprec.kernels.torch_internals import (
     conv_binary,
     conv_binary_,
@@ -211,5 +212,4 @@ def in_format_of(y: Tensor, *sources: Tensor) -> Tensor:
 
 
 def _is_channels_last(x: Tensor) -> bool:
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    return last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
+    return memory_format_of(x) is not torch.contiguous_format

@@ -55,6 +55,13 @@ def packed(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
+def memory_format_of(x: Tensor) -> torch.memory_format:
+    """Return channels_last, of images or volumes, if channels alone lie next to each other; or contiguous."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    is_last = last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
+    return last if is_last else torch.contiguous_format
+
+
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Return whether elements neither share memory nor have gaps between them, in any order of dimensions."""
     step = 1

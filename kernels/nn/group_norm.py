@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp
-from fxprec.kernels.launch.operands import check_operands, packed
+from fxprec.kernels.launch.operands import check_operands, memory_format_of, packed
 from fxprec.kernels.launch.triton_support import can_launch, multiprocessors, on_device
 from fxprec.kernels.nn import group_norm_slabs
 from fxprec.kernels.nn.column_sums import add_parts
@@ -94,7 +94,7 @@ def reference(
 def _launch(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float, silu: bool
 ) -> tuple[Tensor, Tensor]:
-    memory_format = _memory_format(x)
+    memory_format = memory_format_of(x)
     x = x.contiguous(memory_format=memory_format)
     samples, pixels = x.shape[0], prod(x.shape[2:])
     launches = can_launch(x.device)
@@ -136,7 +136,7 @@ def _launch_backward(
     silu: bool,
     wanted: list[bool],
 ) -> list[Tensor]:
-    memory_format = _memory_format(x)
+    memory_format = memory_format_of(x)
     dy, x = (t.contiguous(memory_format=memory_format) for t in (dy, x))
     samples, channels, pixels = x.shape[0], x.shape[1], prod(x.shape[2:])
     empty = _empty_gradients(x, weight, bias, wanted)
@@ -144,7 +144,18 @@ def _launch_backward(
     if not x.numel():
         return [gradient.zero_() for gradient in found]
     if not can_launch(x.device):
-        return _eager_backward(dy, x, weight, bias, statistics, num_groups, silu, empty)
+        # By torch's kernel, which is less exact of channels_last, as is that of the forward.
+        wide, gradient, scale = x.float().contiguous(), dy.float().contiguous(), _float(weight)
+        mean, rstd = statistics.view(2, samples, num_groups)
+        if silu:
+            per_channel = (1, -1) + (1,) * (x.dim() - 2)
+            z = ((wide.view(samples, num_groups, -1) - mean[..., None]) * rstd[..., None]).view(x.shape)
+            z = z if scale is None else z * scale.view(per_channel)
+            z = z if bias is None else z + bias.float().view(per_channel)
+            gradient = torch.ops.aten.silu_backward(gradient, z)
+        sizes, mask = (samples, channels, pixels, num_groups), [each is not None for each in empty]
+        made = torch.ops.aten.native_group_norm_backward(gradient, wide, mean, rstd, scale, *sizes, mask)
+        return [out.copy_(value) for out, value in zip(empty, made, strict=True) if out is not None]
     dx, dweight, dbias = empty
     weight, bias = packed(weight), packed(bias)
     if (slabs := _slabs(x, num_groups, memory_format, BACKWARD_ELEMENTS)) is not None:
@@ -168,7 +179,7 @@ def _launch_backward(
 
 
 def _fake(x: Tensor, weight: Any, bias: Any, num_groups: int, *_: Any) -> tuple[Tensor, Tensor]:
-    y = torch.empty_like(x, memory_format=_memory_format(x))
+    y = torch.empty_like(x, memory_format=memory_format_of(x))
     return y, x.new_empty((2, x.shape[0] * num_groups), dtype=torch.float32)
 
 
@@ -183,37 +194,10 @@ def _backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return tuple(next(found) if want else None for want in wanted)
 
 
-def _eager_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, num_groups: int,
-    silu: bool, empty: list[Tensor | None],
-) -> list[Tensor]:  # fmt: skip
-    # By torch's kernel, which is less exact of channels_last, as is that of the forward.
-    wide, gradient = x.float().contiguous(), dy.float().contiguous()
-    mean, rstd = statistics.view(2, len(x), num_groups)
-    if silu:
-        per_channel = (1, -1) + (1,) * (x.dim() - 2)
-        z = ((wide.view(len(x), num_groups, -1) - mean[..., None]) * rstd[..., None]).view(x.shape)
-        z = z if weight is None else z * weight.float().view(per_channel)
-        z = z if bias is None else z + bias.float().view(per_channel)
-        gradient = torch.ops.aten.silu_backward(gradient, z)
-    sizes = len(x), x.shape[1], prod(x.shape[2:]), num_groups
-    wanted = [each is not None for each in empty]
-    found = torch.ops.aten.native_group_norm_backward(gradient, wide, mean, rstd, _float(weight), *sizes, wanted)
-    return [out.copy_(value) for out, value in zip(empty, found, strict=True) if out is not None]
-
-
 def _empty_gradients(x: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: list[bool]) -> list[Tensor | None]:
-    dx = torch.empty_like(x, memory_format=_memory_format(x)) if wanted[0] else None
+    dx = torch.empty_like(x, memory_format=memory_format_of(x)) if wanted[0] else None
     pairs = zip((weight, bias), wanted[1:], strict=True)
     return [dx, *(t.new_empty(t.shape) if want and t is not None else None for t, want in pairs)]
-
-
-def _memory_format(x: Tensor) -> torch.memory_format:
-    if not x.is_contiguous() and x.dim() in (4, 5):
-        last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-        if x.is_contiguous(memory_format=last):
-            return last
-    return torch.contiguous_format
 
 
 def _cut(

@@ -128,10 +128,6 @@ def _always(info: DTypeInfo) -> Kind:
     return lambda operands: info
 
 
-def _tensors(operands: Operands) -> DTypeInfo:
-    return promote(Operands(operands.tensors, None, operands.equal))
-
-
 def first(operands: Operands) -> DTypeInfo:
     """Return the first tensor argument's dtype."""
     return operands.tensors[0][0] if operands.tensors else NON_TENSOR
@@ -171,7 +167,7 @@ _complex: Final = _then(_float, torch.dtype.to_complex)
 RESULT_KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
     {
         "promote": promote,
-        "tensors": _tensors,
+        "tensors": lambda operands: promote(operands._replace(numbers=None)),
         "first": first,
         "float": _float,
         "accumulate": _accumulate,

@@ -285,22 +285,18 @@ def _rdiv(c: TermBuilder, input: Any, other: Any) -> RowTerm:
 
 
 def _pow(c: TermBuilder, input: Any, exponent: Any) -> RowTerm:
+    """Lower a power to products and roots, whose derivatives are exact; decline other exponents."""
     if _is_term(exponent) or not _is_term(input):
         raise Declined("a power whose exponent is a tensor")
-    return power(c, input, float(exponent))
-
-
-def power(c: TermBuilder, x: RowTerm, exponent: float) -> RowTerm:
-    """Lower a power to products and roots, whose derivatives are exact; decline other exponents."""
     if exponent == int(exponent) and 1 <= abs(exponent) <= 4:
-        result = x
+        result = input
         for _ in range(int(abs(exponent)) - 1):
-            result = c("mul", result, x)
+            result = c("mul", result, input)
         return result if exponent > 0 else c("div", 1.0, result)
     if exponent in (0.5, -0.5):
-        return c("sqrt" if exponent > 0 else "rsqrt", x)
+        return c("sqrt" if exponent > 0 else "rsqrt", input)
     if exponent == 1.5:
-        return c("mul", x, c("sqrt", x))
+        return c("mul", input, c("sqrt", input))
     raise Declined(f"a power of {exponent}")
 
 
