@@ -57,8 +57,8 @@ def packed(tensor: Tensor | None) -> Tensor | None:
 
 def memory_format_of(x: Tensor) -> torch.memory_format:
     """Return channels_last, of images or volumes, if channels alone lie next to each other; or contiguous."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    is_last = last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
+    last = torch.channels_last_3d if x.dim() == 5 else torch.channels_last
+    is_last = x.dim() in (4, 5) and not x.is_contiguous() and x.is_contiguous(memory_format=last)
     return last if is_last else torch.contiguous_format
 
 

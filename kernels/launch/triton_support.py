@@ -46,7 +46,6 @@ else:
 
 #: Launches that a kernel keeps, one for each number of rows; beyond that the cache is emptied.
 _MOST: Final = 1024
-_NAMES: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -63,7 +62,7 @@ def constant(value: int) -> Any:
 
 def triton_dtype(dtype: torch.dtype | None) -> Any:
     """Return Triton's dtype for float32, float16 or bfloat16; None for None: a kernel leaves that part out."""
-    return None if dtype is None else getattr(tl, _NAMES[dtype])
+    return None if dtype is None else getattr(tl, str(dtype).removeprefix("torch."))
 
 
 @functools.cache

@@ -157,11 +157,6 @@ def _float64(operands: Operands) -> DTypeInfo:
 
 
 _float: Final = _then(promote, _inexact_or(torch.get_default_dtype))
-_accumulate: Final = _then(first, _inexact_or(lambda: torch.int64))
-_real: Final = _then(first, _to_real)
-_float_real: Final = _then(_float, _to_real)
-_wide: Final = _then(first, lambda dtype: torch.promote_types(dtype, torch.float32))
-_complex: Final = _then(_float, torch.dtype.to_complex)
 
 #: ``OpRule.result`` -> dtype; tuples, "first*" and "unknown" are for the caller to take apart.
 RESULT_KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
@@ -170,12 +165,12 @@ RESULT_KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
         "tensors": lambda operands: promote(operands._replace(numbers=None)),
         "first": first,
         "float": _float,
-        "accumulate": _accumulate,
-        "real": _real,
-        "float_real": _float_real,
-        "wide": _wide,
+        "accumulate": _then(first, _inexact_or(lambda: torch.int64)),
+        "real": _then(first, _to_real),
+        "float_real": _then(_float, _to_real),
+        "wide": _then(first, lambda dtype: torch.promote_types(dtype, torch.float32)),
         "float64": _float64,
-        "complex": _complex,
+        "complex": _then(_float, torch.dtype.to_complex),
         "default": lambda operands: torch.get_default_dtype(),
         "none": _always(NON_TENSOR),
         **{name: _always(getattr(torch, name)) for name in ("bool", "int64", "int32", "uint64", "float32")},

@@ -124,11 +124,9 @@ def _copy(graph: Graph, source: Node, last: bool) -> Node:
     known = next((user for user in source.users if user.name == name), None)
     if known is not None:
         return known
+    kind, target = ("call_function", channels_last) if last else ("call_method", "contiguous")
     with graph.inserting_after(source):
-        if last:
-            copy = graph.create_node("call_function", channels_last, (source,), name=name)
-        else:
-            copy = graph.create_node("call_method", "contiguous", (source,), name=name)
+        copy = graph.create_node(kind, target, (source,), name=name)
     kept = ("nn_module_stack", "stack_trace", "numel", "dtype", "val", "is_zero_dim")
     copy.meta = {key: source.meta[key] for key in kept if key in source.meta} | {"op": Op("contiguous")}
     why = "channels next to each other in memory" if last else "rows of pixels again, for what reads it"

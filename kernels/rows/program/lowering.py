@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from fxprec.kernels.rows.program.values import Builder, Declined, RowTerm, TermBuilder
+from fxprec.kernels.rows.program.values import COMPARISONS, Builder, Declined, RowTerm, TermBuilder
 
 # -- clamps ------------------------------------------------------------------------------------------------------------
 #
@@ -381,7 +381,6 @@ def _is_term(x: Any) -> bool:
     return isinstance(x, RowTerm)
 
 
-_COMPARISONS: Final = ("eq", "ne", "lt", "le", "gt", "ge")
 _UNARY: Final = (
     "neg", "abs", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "erf", "tanh",
     "sigmoid", "sign", "floor", "ceil", "trunc", "isnan",
@@ -390,7 +389,7 @@ _UNARY: Final = (
 LOWERINGS: Final[Mapping[str, Callable[..., RowTerm]]] = MappingProxyType(
     {
         **{name: _unary(name) for name in _UNARY},
-        **{name: _binary(name) for name in (*_COMPARISONS, "mul", "maximum", "minimum")},
+        **{name: _binary(name) for name in (*sorted(COMPARISONS), "mul", "maximum", "minimum")},
         "logical_and": _binary("and"), "logical_or": _binary("or"), "logical_not": _unary("not"),
         "add": _sum_with("add"), "sub": _sum_with("sub"),
         "rsub": lambda c, input, other, alpha=1: _sum_with("sub")(c, other, input, alpha),

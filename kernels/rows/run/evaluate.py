@@ -44,19 +44,14 @@ def evaluate(
     for value in walk(roots, known.__contains__):
         if value not in known:
             arguments = [known[a] if isinstance(a, Value) else a for a in value.args]
-            known[value] = (
-                arguments[0]
-                if value.op == "round" and not rounds
-                else _apply(value, arguments, layout, seeds, seed, dtype)
-            )
+            left_out = value.op == "round" and not rounds
+            known[value] = arguments[0] if left_out else _apply(value, arguments, layout, seeds, seed, dtype)
     results = []
     for store in program.stores:
-        value = store.value
-        result = (
-            known[value]
-            if isinstance(value, Value)
-            else torch.full((1, 1), value, dtype=dtype, device=tensors[0].device)
-        )
+        if isinstance(store.value, Value):
+            result = known[store.value]
+        else:
+            result = torch.full((1, 1), store.value, dtype=dtype, device=tensors[0].device)
         # A kernel's programs store parts of this sum; a second stage adds them up.
         if store.partial:
             result = result.expand(layout.rows, result.shape[1]).sum(0, keepdim=True)
@@ -76,10 +71,9 @@ def _apply(
         return keep_mask(seeds[seed + number], layout.rows, layout.columns, p)
     if value.op == "round":
         x = arguments[0]
+        rounded = x.to(value.attribute).to(dtype)
         # The rounding is a constant to autograd, so that the gradient passes it in full precision.
-        return (
-            x + (x.to(value.attribute).to(dtype) - x).detach() if x.requires_grad else x.to(value.attribute).to(dtype)
-        )
+        return x + (rounded - x).detach() if x.requires_grad else rounded
     if value.op == "float":
         return arguments[0].to(dtype)
     if value.op in REDUCTIONS:
@@ -152,9 +146,7 @@ def raw_gradients(
     """
     bw = plan.backward_program
     loads, tensors = [], []
-    values = [value for value, _ in bw.program.loads[: len(bw.saved)]] + [
-        value for value, _ in bw.double_backward_sources
-    ]
+    values = [value for value, _ in (*bw.program.loads[: len(bw.saved)], *bw.double_backward_sources)]
     for value, (kind, n), tensor in zip(values, plan.saved_sources, saved, strict=True):
         if kind != "statistic":
             spec = (plan.inputs if kind == "input" else plan.outputs)[n]

@@ -220,10 +220,8 @@ class RegionPlan:
         made, launch = self.empty_gradients(), self.backward_launch
         # The rest of the saved tensors is for a double backward.
         read = saved[: len(self.backward_program.saved)]
-        if launch.partials:
-            launch([*read, *cotangents, *made[:-1]], seeds, seed, made[-1])
-        else:
-            launch([*read, *cotangents, *made], seeds, seed, None)
+        *stored, partials = made if launch.partials else [*made, None]
+        launch([*read, *cotangents, *stored], seeds, seed, partials)
         return made
 
     def laid_out(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
