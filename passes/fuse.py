@@ -253,6 +253,7 @@ def _names(gm: GraphModule, regions: Sequence[Region]) -> dict[Region, str]:
 
 def _draw_seeds(graph: Graph, draws: Mapping[Node, int]) -> None:
     """Draw the seeds of all dropouts at once, before the first region that has some; nodes are sorted by now."""
+    # One draw for all: a call of the generator for each dropout would cost the host as much as a kernel.
     first = min(draws)
     # Of the first region's inputs, one tells the device.
     like = next((each for each in first.args if _is_tensor(each)), first.args[0])

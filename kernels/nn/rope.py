@@ -417,7 +417,7 @@ def compiled_for(
     Raises:
         CompilerError: nothing can be compiled here.
     """
-    # The members of the struct of the C++ source, which are all int64.
+    # The members of the struct of the C++ source, which are all int64: built once, since each call passes them.
     members = [*x.shape, rotary // 2, *x.stride()[:3], *out.stride()[:3], *tables]
     members += [cos.shape[-1] == rotary, interleaved, inverse]
     sizes = (ctypes.c_int64 * len(members))(*members)

@@ -230,6 +230,7 @@ def trailing_dimensions(node: Node, name: str, rank: int | None) -> int:
     dims = [given] if isinstance(given, int) else [*given] if isinstance(given, tuple | list) else []
     if not dims or not all(isinstance(d, int) for d in dims):
         return -1
+    # Counted from the end, as tensors of a region differ in rank; what cannot be counted so stays positive, and fails.
     dims = sorted(d - rank if rank is not None and d >= 0 else d for d in dims)
     return len(dims) if dims == [*range(-len(dims), 0)] else -1
 
