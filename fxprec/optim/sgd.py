@@ -115,21 +115,22 @@ class SGD(OnePass, torch.optim.SGD):
             pairs = [(owner, gradient) for owner, gradient in pairs if not gradient.is_sparse]
         # First steps go apart: their buffers hold no value, which one flag of a launch tells for all its tensors.
         momentum = bool(group["momentum"])
+        fresh: list[tuple[Tensor, Tensor]] = []
+        begun: list[tuple[Tensor, Tensor]] = []
+        buffers: list[Tensor] = []
+        for pair in pairs:
+            buffer = self.state[pair[0]].get("momentum_buffer") if momentum else None
+            if buffer is not None:
+                buffers.append(buffer)
+            (fresh if momentum and buffer is None else begun).append(pair)
         # Zeros are never read in a first step; they give the buffers their memory order.
-        made = {
-            owner: torch.zeros_like(owner, memory_format=torch.preserve_format)
-            for owner, _ in pairs
-            if momentum and self.state[owner].get("momentum_buffer") is None
-        }
-        for owner, buffer in made.items():
-            self.state[owner]["momentum_buffer"] = buffer
-        for first in (True, False):
-            some = [pair for pair in pairs if (pair[0] in made) is first]
-            if some:
-                lists = {"params": [owner for owner, _ in some], "grads": [gradient for _, gradient in some]}
-                if momentum:
-                    lists["momentum_buffer"] = [self.state[owner]["momentum_buffer"] for owner, _ in some]
-                self._update_by(lists, replace(formula, first=first), step)
+        if fresh:
+            made = [torch.zeros_like(owner, memory_format=torch.preserve_format) for owner, _ in fresh]
+            for (owner, _), buffer in zip(fresh, made, strict=True):
+                self.state[owner]["momentum_buffer"] = buffer
+            self._update_by(_lists(fresh, made), replace(formula, first=True), step)
+        if begun:
+            self._update_by(_lists(begun, buffers), formula, step)
 
     def _update_sparse(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], step: StepInputs) -> None:
         # torch's implementation for single tensors knows no flag.
@@ -144,3 +145,8 @@ class SGD(OnePass, torch.optim.SGD):
         for owner, buffer in zip(owners, buffers, strict=True):
             if group["momentum"]:
                 self.state[owner]["momentum_buffer"] = buffer
+
+
+def _lists(pairs: list[tuple[Tensor, Tensor]], buffers: list[Tensor]) -> dict[str, list[Tensor]]:
+    lists = {"params": [owner for owner, _ in pairs], "grads": [gradient for _, gradient in pairs]}
+    return {**lists, "momentum_buffer": buffers} if buffers else lists
