@@ -34,6 +34,9 @@ os.environ.setdefault("FXPREC_VERIFY_EACH", "1")  # a pass that breaks an invari
 # up to 36 ms. Replaced before dynamo, which is imported later, takes it over.
 torch._C._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
 
+# After each compilation it collects garbage as well: a twentieth of the time of the tests that compile.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
+
 # dynamo writes a record of all that it does where somebody listens, as pytest does: a tenth of its time.
 logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
 

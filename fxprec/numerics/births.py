@@ -179,7 +179,10 @@ class OpCall:
         wide = self.wide(result)
         if wide is None:
             return None
-        lost = (result == 0) & (wide != 0) & wide.isfinite()
+        # An op that squares within flushes what is less than the root of the smallest number. A larger value became 0
+        # as a difference of what was rounded (scores of a saturated softmax), which no scale cures.
+        info = torch.finfo(result.dtype)
+        lost = (result == 0) & (wide != 0) & (wide.abs() < math.sqrt(info.smallest_normal * info.eps))
         if not bool(lost.any()):
             return None
         magnitude = float(wide[lost].abs().max())

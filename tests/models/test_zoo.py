@@ -94,8 +94,9 @@ def test_one_step(name, monkeypatch):
     assert ours.cosine(fp32) >= min(0.98, eager.cosine(fp32))
     assert ours.fp32_matmuls <= eager.fp32_matmuls
     # A returned value that others read (a key of a cache) costs a cast back and two of its gradient, listed apart.
-    on_path = fxprec.report(converted).headline.on_path
-    assert ours.casts.total - 3 * on_path <= eager.casts.total, (ours.casts, on_path, eager.casts)
+    if ours.casts.total > eager.casts.total:
+        on_path = fxprec.report(converted).headline.on_path
+        assert ours.casts.total - 3 * on_path <= eager.casts.total, (ours.casts, on_path, eager.casts)
     captures = conversion_of(converted).captures
     converted(**inputs)
     assert conversion_of(converted).captures == captures, "an equal call is captured again"

@@ -23,7 +23,7 @@ SCALE = 1024.0
 LONG = {
     "24 layers, low stream", "24 layers without norms", "layers, low stream, by dynamo", "encoder layers",
     "encoder layers, low stream", "attention's values", "attention's products in 2 layers",
-    "attention's products in 6 layers, low stream",
+    "attention's products in 3 layers, low stream",
 }  # fmt: skip
 
 

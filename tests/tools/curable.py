@@ -190,7 +190,7 @@ NARROW: Final[dict[str, Fault]] = {
     "convolutions, low stream": whole(Convolved, clamped=True, level="O2"),
     "attention's products": whole(lambda _: Attention(1, 3e3)),
     "attention's products in 2 layers": whole(lambda _: Attention(2, 3e3)),
-    "attention's products in 6 layers, low stream": whole(lambda _: Attention(6, 3e3), level="O2"),
+    "attention's products in 3 layers, low stream": whole(lambda _: Attention(3, 3e3), level="O2"),
     "attention's values": whole(lambda _: Attention(2, 1e5, weights=False)),
     "encoder layers": whole(lambda _: Encoder(2, 1e6)),
     "encoder layers, low stream": whole(lambda _: Encoder(2, 1e6), level="O2"),

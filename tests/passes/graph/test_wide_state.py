@@ -42,7 +42,7 @@ class Loop(nn.Module):
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.GRUCell, nn.LSTMCell])
 def test_a_state_drifts_no_more_than_under_autocast(kind):
-    model, x = Loop(kind), torch.randn(400, 3, 4, generator=torch.Generator().manual_seed(1)) * 0.3 + 0.5
+    model, x = Loop(kind), torch.randn(60, 3, 4, generator=torch.Generator().manual_seed(1)) * 0.3 + 0.5
     exact = copy.deepcopy(model).double()(x.double())
     with torch.autocast("cpu", torch.bfloat16):
         eager = model(x)
@@ -50,7 +50,7 @@ def test_a_state_drifts_no_more_than_under_autocast(kind):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ours = converted(x)
-    assert (ours - exact).norm() <= 1.3 * (eager - exact).norm()
+    assert (ours - exact).norm() <= 1.1 * (eager - exact).norm()
 
 
 @pytest.mark.parametrize("low_state", [False, True])
