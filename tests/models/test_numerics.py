@@ -262,14 +262,17 @@ def _one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", sorted(OPS.keys() - CORE))
 def test_op(tools: Any, name: str) -> None:
     position = sorted(OPS).index(name)
+    arrival, placements = [*ARRIVALS][position % 3], ("mincut", "autocast")[:: 1 if position % 2 else -1]
     for sample in samples(name, 1):
-        check_all(tools, name, sample, [SETTINGS[turn % len(SETTINGS)] for turn in (position, 5 * position + 7)])
+        check_all(tools, name, sample, [(arrival, *how) for how in zip(("O1", "O2"), placements, strict=True)])
 
 
 @pytest.mark.parametrize("name", sorted(CORE))
 def test_core_op(tools: Any, name: str) -> None:
-    for sample in samples(name, 2):
-        check_all(tools, name, sample, SETTINGS)
+    first, *others = samples(name, 2)
+    check_all(tools, name, first, SETTINGS)
+    for sample in others:
+        check_all(tools, name, sample, SETTINGS[::3])
 
 
 @pytest.mark.parametrize("name", ["mul", "softmax", "nn.functional.linear", "nn.functional.layer_norm", "where", "sum"])

@@ -121,8 +121,7 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-@pytest.mark.parametrize("first", (0, 1))
+@pytest.mark.parametrize(("name", "first"), zip(ARGUMENTS, itertools.cycle((0, 1)), strict=False))
 def test_another_argument_of_the_same_type(name, first):
     ask, *arguments = ARGUMENTS[name]
     assert bool(ask(None, arguments[0])) != bool(ask(None, arguments[1]))
