@@ -44,7 +44,7 @@ CONTEXTS = st.builds(
     placement=st.sampled_from(["mincut", "autocast"]),
     native_mixed=st.booleans(),
 )
-FEW = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def expected(model: Model) -> list[Tensor]:
@@ -79,7 +79,7 @@ def test_casts_are_the_only_change(model: Model, context: Context) -> None:
 
 
 @given(PROGRAMS, CONTEXTS)
-@settings(FEW, max_examples=60)
+@settings(FEW, max_examples=40)
 def test_dtypes_without_knowing_those_of_the_inputs(model: Model, context: Context) -> None:
     wanted = expected(model)
     outputs = pytree.tree_leaves(rewrite(model, context)(*inputs()))
@@ -87,7 +87,7 @@ def test_dtypes_without_knowing_those_of_the_inputs(model: Model, context: Conte
 
 
 @given(PROGRAMS)
-@settings(FEW, max_examples=40)
+@settings(FEW, max_examples=25)
 def test_level_o0_changes_nothing(model: Model) -> None:
     wanted = expected(model)
     gm = rewrite(model, Context(low=BF16, policy=Policy.preset("O0")))
@@ -96,7 +96,7 @@ def test_level_o0_changes_nothing(model: Model) -> None:
 
 
 @given(PROGRAMS, CONTEXTS)
-@settings(FEW, max_examples=30)
+@settings(FEW, max_examples=20)
 def test_the_same_program_gives_the_same_graph(model: Model, context: Context) -> None:
     expected(model)
     assert format_graph(rewrite(model, context, shapes=True)) == format_graph(rewrite(model, context, shapes=True))

@@ -157,7 +157,7 @@ CONTEXTS = st.builds(
     low=st.sampled_from([torch.bfloat16, torch.float16]),
     device=st.sampled_from(["cpu", "cuda"]),  # of the latter only its kernels' abilities are asked
 )
-FEW = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def inputs() -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ def test_the_kernels_in_the_interpreter() -> None:
 
 
 @on_devices
-@settings(max_examples=50, **_SETTINGS)
+@settings(max_examples=30, **_SETTINGS)
 @given(made=random.regions(casts=True))
 def test_kernels_are_as_exact_as_the_ops(device: str, made: Any) -> None:
     low = torch.float16
@@ -65,7 +65,7 @@ def test_kernels_are_as_exact_as_the_ops(device: str, made: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(kernel_tools.INTERPRETING, reason="runs once, outside of the interpreter")
-@settings(max_examples=150, **_SETTINGS)
+@settings(max_examples=80, **_SETTINGS)
 @given(made=random.regions(casts=False))
 def test_programs_are_torchs_in_float64(made: Any) -> None:
     note(f"{made.source}{made.inputs}")

@@ -39,7 +39,7 @@ def lawful(problem: CutProblem, full: list[bool]) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(problems())
 def test_costs_what_brute_force_costs(problem):
     answers = ([*bits] for bits in itertools.product((False, True), repeat=problem.variables))
