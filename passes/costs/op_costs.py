@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from fxprec.passes.context import Context
 from fxprec.passes.costs.device_costs import AttentionWay, DeviceCosts, Work, time_text
-from fxprec.passes.dtypes.fake_results import hint, numel_of
+from fxprec.passes.dtypes.fake_results import fake_value, hint, numel_of
 from fxprec.passes.fusion.row_operations import is_row_operation
 from fxprec.passes.graph.annotations import argument, notes
 from fxprec.passes.graph.subgraphs import attribute_of
@@ -121,7 +121,7 @@ class OpCosts:
             if node.op == "get_attr":
                 flows = _requires_grad(attribute_of(node))
             elif node.op == "placeholder":
-                flows = is_body or _requires_grad(_value(node))
+                flows = is_body or _requires_grad(fake_value(node))
             else:
                 flows = facts_at(node).gradient and any(map(self._flows, node.all_input_nodes))
             if flows:
@@ -252,7 +252,7 @@ def _operand(node: Node, position: int) -> Node:
 
 
 def _shape(node: Node) -> Shape:
-    value = attribute_of(node) if node.op == "get_attr" else _value(node)
+    value = attribute_of(node) if node.op == "get_attr" else fake_value(node)
     if not isinstance(value, Tensor):
         raise _UnknownSizes
     known = tuple(size for size in map(hint, value.shape) if size is not None)
@@ -271,15 +271,10 @@ def _summed(node: Node, a: Shape, b: Shape) -> int:
     return prod(sizes[index] for index in equation.summed)
 
 
-def _value(node: Node) -> Any:
-    """Return the fake value; dynamo's own where nobody took it over, as in the bodies of checkpointed regions."""
-    return node.meta.get("val", node.meta.get("example_value"))
-
-
 def _elements_or_captured(node: Node) -> int | None:
     """Return ``elements``; where no pass has noted them, those of the fake value that was captured."""
     known = elements(node)
-    count = numel_of(_value(node)) if known is None else known
+    count = numel_of(fake_value(node)) if known is None else known
     return count if isinstance(count, int) else None
 
 

@@ -20,6 +20,11 @@ from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo, leav
 from fxprec.passes.torch_internals import FakeTensorMode, no_autocast
 
 
+def fake_value(node: Node) -> Any:
+    """Return a node's fake value; dynamo's own where nobody took it over, as in the bodies of checkpointed regions."""
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
 def numel_of(value: Any) -> Any:
     """Elements of a tensor, a tuple of them for several; None where nobody knows. Symbolic sizes give their hint."""
     if isinstance(value, tuple | list):

@@ -32,6 +32,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxprec.kernels.launch.graph_call import graph_call
 from fxprec.passes.context import Context, PassResult, bodies_first
+from fxprec.passes.dtypes.fake_results import fake_value
 from fxprec.passes.graph.annotations import NON_TENSOR, Op, Precision, Rule, argument, notes
 from fxprec.passes.ops.formats import first_lost_write, passes_format_on, values_in_channels_last
 from fxprec.passes.ops.table import facts_of
@@ -135,7 +136,7 @@ def _copy(graph: Graph, source: Node, last: bool) -> Node:
 
 
 def _shape(node: Any) -> tuple[int, ...] | None:
-    value = node.meta.get("val", node.meta.get("example_value")) if isinstance(node, Node) else None
+    value = fake_value(node) if isinstance(node, Node) else None
     if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):
         return None
     return tuple(value.shape)

@@ -30,6 +30,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
+from fxprec.passes.dtypes.fake_results import fake_value
 from fxprec.passes.graph.annotations import NO_OP, Rule, arg_nodes, argument, notes
 from fxprec.passes.ops.equations import equation_of
 from fxprec.passes.ops.rule import OpRule
@@ -129,10 +130,7 @@ def _contracts_all(node: Node, factor: Node, row: OpRule) -> bool:
 
 def _rank(node: Node) -> int | None:
     """Return how many dimensions a value has; None where nobody knows."""
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return value.dim()
-    if (sizes := notes(node).sizes) is not None:
+    if (sizes := _sizes(node)) is not None:
         return len(sizes)
     op = notes(node).op
     if op is NO_OP or node.kwargs:
@@ -203,7 +201,7 @@ def _sums_sizes_of_one(node: Node) -> bool:
 
 def _sizes(node: Node) -> Sequence[int | None] | None:
     """Return the sizes of a value, None for those that change from call to call; None where nobody knows its rank."""
-    value = node.meta.get("val", node.meta.get("example_value"))
+    value = fake_value(node)
     if isinstance(value, torch.Tensor):
         return [size if type(size) is int else None for size in value.shape]
     return notes(node).sizes

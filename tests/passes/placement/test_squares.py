@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fxprec
 from fxprec.passes.graph.annotations import Rule
@@ -216,3 +217,26 @@ def test_both_factors_read_one_cast(tools) -> None:
     mul = next(node for node in gm.graph.nodes if node.name == "mul")
     assert mul.args[0] is mul.args[1]
     assert mul.args[0].name == "linear_f32"
+
+
+class Gram(nn.Module):
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.linear, self.checkpointed = nn.Linear(4, 4), checkpointed
+
+    def products(self, x):
+        y = self.linear(x)
+        return torch.inner(y, y) + torch.inner(y[0], y[0])
+
+    def forward(self, x):
+        return checkpoint(self.products, x, use_reentrant=False) if self.checkpointed else self.products(x)
+
+
+@pytest.mark.filterwarnings("ignore::fxprec.FxprecWarning", "ignore:float16 on a CPU")
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_products_of_rows_in_a_checkpointed_region_are_no_squares(checkpointed):
+    """Of a region's body dynamo's own fake values tell that each row is multiplied with each."""
+    model, _ = fxprec.convert(Gram(checkpointed), (torch.randn(3, 4),), dtype=FP16)
+    model(torch.randn(3, 4))
+    rows = [row for graph in fxprec.report(model).graphs for row in graph.rows if row.op == "inner"]
+    assert [row.compute for row in rows] == ["float16", "float32"]
