@@ -1,6 +1,6 @@
 """The table of docs/frameworks.md: each framework in FP32, with its own autocast, and with fxprec, four steps each.
 
-A run may be cut in two, whose halves go different ways: the second goes on from the framework's own checkpoint.
+Each run from the beginning leaves the framework's own checkpoint of its middle, from which another way goes on.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.zoo, pytest.mark.filterwarnings("ignore")]
 PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text(encoding="utf-8")
 #: Beyond twice autocast's error, as rounding is by luck where a loss is hardly rounded at all.
 LUCK = 1e-3
+STEPS, HALF = 4, 2
 
 
 @dataclass
@@ -47,11 +48,11 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 3))
 
 
-def batches(steps: int, done: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """Two batches in turns, those of the steps that are still to do."""
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Two batches in turns, one for each step."""
     draw = torch.Generator().manual_seed(1)
     two = [(torch.randn(8, 8, generator=draw), torch.randint(3, (8,), generator=draw)) for _ in range(2)]
-    return [two[step % 2] for step in range(done, steps)]
+    return [two[step % 2] for step in range(STEPS)]
 
 
 def gpt2() -> Any:
@@ -72,21 +73,25 @@ def around(way: str) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16) if way == "autocast" else contextlib.nullcontext()
 
 
-def by_hand(way: str, model: nn.Module, loss: Callable[[int], Tensor], first: int, last: int) -> list[float]:
-    """Steps of plain SGD, which has no state."""
+def by_hand(
+    way: str, model: nn.Module, loss: Callable[[int], Tensor], start: object, keep: Callable[[], object]
+) -> list[float]:
+    """Steps of plain SGD, which has no state; ``keep`` writes the checkpoint."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     losses = []
-    for step in range(first, last):
+    for step in range(HALF if start else 0, STEPS):
         optimizer.zero_grad()
         with around(way):
             value = loss(step)
         value.backward()
         optimizer.step()
         losses.append(value.item())
+        if step + 1 == HALF:
+            keep()
     return losses
 
 
-def lightning(way: str, last: int, path: Path, start: Path | None) -> Run:
+def lightning(way: str, path: Path, start: Path | None) -> Run:
     lightning = importlib.import_module("lightning")
     plugin = importlib.import_module("fxprec.integrations.lightning").MixedPrecision
 
@@ -105,14 +110,14 @@ def lightning(way: str, last: int, path: Path, start: Path | None) -> Run:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
     how = {"fp32": {"precision": "32-true"}, "autocast": {"precision": "bf16-mixed"}, "fxprec": {"plugins": plugin()}}
+    each_epoch = lightning.pytorch.callbacks.ModelCheckpoint(dirpath=str(path), filename="{epoch}", save_top_k=-1)
     trainer = lightning.Trainer(
-        max_epochs=last // 2, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, default_root_dir=str(path), **how[way],
+        max_epochs=STEPS // HALF, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[each_epoch], default_root_dir=str(path), **how[way],
     )  # fmt: skip
     module = Module()
-    loader = torch.utils.data.DataLoader(batches(2), batch_size=None)  # type: ignore[arg-type]
-    trainer.fit(module, loader, ckpt_path=None if start is None else str(start / "last.ckpt"))
-    trainer.save_checkpoint(path / "last.ckpt")
+    loader = torch.utils.data.DataLoader(batches()[:HALF], batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(module, loader, ckpt_path=None if start is None else str(start / "epoch=0.ckpt"))
     return Run.of(module.losses, module, way)
 
 
@@ -122,25 +127,25 @@ def fresh_accelerator() -> None:
     state._reset_state(reset_partial_state=True)
 
 
-def trainer(way: str, last: int, path: Path, start: Path | None) -> Run:
+def trainer(way: str, path: Path, start: Path | None) -> Run:
     transformers = importlib.import_module("transformers")
     fresh_accelerator()
     model = gpt2()
     if way == "fxprec":
         fxprec.convert(model)
     arguments = transformers.TrainingArguments(
-        output_dir=str(path), max_steps=last, per_device_train_batch_size=2, learning_rate=1e-2, use_cpu=True,
+        output_dir=str(path), max_steps=STEPS, per_device_train_batch_size=2, learning_rate=1e-2, use_cpu=True,
         lr_scheduler_type="constant", report_to=[], disable_tqdm=True, logging_steps=1, save_strategy="steps",
-        save_steps=2, bf16=way == "autocast",
+        save_steps=HALF, bf16=way == "autocast",
     )  # fmt: skip
     found = transformers.Trainer(model, arguments, train_dataset=[{"input_ids": t, "labels": t} for t in tokens()])
-    found.train(resume_from_checkpoint=None if start is None else str(start / "checkpoint-2"))
+    found.train(resume_from_checkpoint=None if start is None else str(start / f"checkpoint-{HALF}"))
     losses = [entry["loss"] for entry in found.state.log_history if "loss" in entry]
     fresh_accelerator()
-    return Run.of(losses[2 if start else 0 :], model, way)
+    return Run.of(losses[HALF if start else 0 :], model, way)
 
 
-def accelerate(way: str, last: int, path: Path, start: Path | None) -> Run:
+def accelerate(way: str, path: Path, start: Path | None) -> Run:
     accelerate = importlib.import_module("accelerate")
     fresh_accelerator()
     plain = model = perceptron()
@@ -151,19 +156,20 @@ def accelerate(way: str, last: int, path: Path, start: Path | None) -> Run:
     if start is not None:
         accelerator.load_state(str(start))
     losses = []
-    for x, y in batches(last, 2 if start else 0):
+    for step, (x, y) in [*enumerate(batches())][HALF if start else 0 :]:
         optimizer.zero_grad()
         with accelerator.autocast():
             loss = F.cross_entropy(model(x), y)
         accelerator.backward(loss)
         optimizer.step()
         losses.append(loss.item())
-    accelerator.save_state(str(path))
+        if step + 1 == HALF:
+            accelerator.save_state(str(path))
     fresh_accelerator()
     return Run.of(losses, plain, way)
 
 
-def timm(way: str, last: int, path: Path, start: Path | None) -> Run:
+def timm(way: str, path: Path, start: Path | None) -> Run:
     timm = importlib.import_module("timm")
     utils = importlib.import_module("timm.utils")
     torch.manual_seed(0)
@@ -181,7 +187,7 @@ def timm(way: str, last: int, path: Path, start: Path | None) -> Run:
     losses = []
     draw = torch.Generator().manual_seed(1)
     two = [(torch.randn(4, 3, 32, 32, generator=draw), torch.randint(3, (4,), generator=draw)) for _ in range(2)]
-    for step in range(2 if start else 0, last):
+    for step in range(HALF if start else 0, STEPS):
         x, y = two[step % 2]
         with around(way):
             loss = F.cross_entropy(model(x).float(), y)
@@ -193,11 +199,12 @@ def timm(way: str, last: int, path: Path, start: Path | None) -> Run:
         else:
             scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
         losses.append(loss.item())
-    saver.save_checkpoint(0)
+        if step + 1 == HALF:
+            saver.save_checkpoint(0)
     return Run.of(losses, model, way)
 
 
-def peft(way: str, last: int, path: Path, start: Path | None) -> Run:
+def peft(way: str, path: Path, start: Path | None) -> Run:
     peft = importlib.import_module("peft")
     config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
     if start is not None:
@@ -209,12 +216,15 @@ def peft(way: str, last: int, path: Path, start: Path | None) -> Run:
     if way == "fxprec":
         model, _ = fxprec.convert(model)
     ids = tokens()
-    losses = by_hand(way, model, lambda _: model(input_ids=ids, labels=ids).loss, 2 if start else 0, last)
-    model.save_pretrained(str(path))
+
+    def loss(_: int) -> Tensor:
+        return model(input_ids=ids, labels=ids).loss
+
+    losses = by_hand(way, model, loss, start, lambda: model.save_pretrained(str(path)))
     return Run.of(losses, model, way)
 
 
-def diffusers(way: str, last: int, path: Path, start: Path | None) -> Run:
+def diffusers(way: str, path: Path, start: Path | None) -> Run:
     unet = importlib.import_module("diffusers").UNet2DModel
     if start is not None:
         model = unet.from_pretrained(str(start)).train()
@@ -232,12 +242,11 @@ def diffusers(way: str, last: int, path: Path, start: Path | None) -> Run:
     def loss(_: int) -> Tensor:
         return (model(noisy, torch.tensor([3, 7])).sample.float() - noisy).square().mean()
 
-    losses = by_hand(way, model, loss, 2 if start else 0, last)
-    model.save_pretrained(str(path))
+    losses = by_hand(way, model, loss, start, lambda: model.save_pretrained(str(path)))
     return Run.of(losses, model, way)
 
 
-def compiled(way: str, last: int, path: Path, start: Path | None) -> Run:
+def compiled(way: str, path: Path, start: Path | None) -> Run:
     torch.compiler.reset()
     model, graphs = perceptron(), []
     if start is not None:
@@ -246,17 +255,18 @@ def compiled(way: str, last: int, path: Path, start: Path | None) -> Run:
     if way == "fxprec":
         how = {"backend": "fxprec", "options": {"on_graph": graphs.append}}
     call = torch.compile(model, **how)
-    data = batches(last)
-    losses = by_hand(
-        way, model, lambda step: F.cross_entropy(call(data[step][0]), data[step][1]), 2 if start else 0, last
-    )
-    torch.save(model.state_dict(), path / "model.pt")
+    data = batches()
+
+    def loss(step: int) -> Tensor:
+        return F.cross_entropy(call(data[step][0]), data[step][1])
+
+    losses = by_hand(way, model, loss, start, lambda: torch.save(model.state_dict(), path / "model.pt"))
     found = Run.of(losses, model, "")
     found.products = {name: number for gm in graphs for name, number in fxprec.report(gm).headline.products.items()}
     return found
 
 
-def on_two(tools: Any, rank: int, wrap: str, way: str, last: int, path: str, start: str) -> tuple[Any, ...]:
+def on_two(tools: Any, rank: int, wrap: str, way: str, path: str, start: str) -> tuple[Any, ...]:
     """In both processes: DDP, or FSDP2 with a mixed precision of its own in autocast's place."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -275,26 +285,28 @@ def on_two(tools: Any, rank: int, wrap: str, way: str, last: int, path: str, sta
         values = get_model_state_dict(plain)
         dcp.load(values, checkpoint_id=start)
         set_model_state_dict(plain, values)
-    data = batches(last)
+    data = batches()
 
     def loss(step: int) -> Tensor:
         x, y = (each[rank * 4 : rank * 4 + 4] for each in data[step])
         return F.cross_entropy(model(x), y)
 
-    losses = by_hand("fp32" if wrap == "FSDP2" else way, model, loss, 2 if start else 0, last)
+    def keep() -> None:
+        dcp.save(get_model_state_dict(plain), checkpoint_id=path)
+
+    losses = by_hand("fp32" if wrap == "FSDP2" else way, model, loss, start, keep)
     both = torch.tensor(losses)
     torch.distributed.all_reduce(both)
-    dcp.save(get_model_state_dict(plain), checkpoint_id=path)
     found = Run.of((both / 2).tolist(), plain, way)
     return found.losses, found.products, found.kept
 
 
 @dataclass(frozen=True)
 class Framework:
-    """``wants``: the package; ``run``: steps until the last, from a checkpoint or the beginning, and a checkpoint."""
+    """``wants``: the package; ``run``: all steps, and a checkpoint of their middle, or the steps after such a one."""
 
     wants: str
-    run: Callable[[str, int, Path, Path | None], Run]
+    run: Callable[[str, Path, Path | None], Run]
 
 
 FRAMEWORKS = {
@@ -310,23 +322,19 @@ TWO = ("DDP", "FSDP2")
 ROWS = dict(re.findall(r"^\| ([\w' .]+?) +\|(.*\d\.\d.*)\|$", PAGE, re.MULTILINE))
 
 
-def check(name: str, run: Callable[[str, int, Path, Path | None], Run], tmp_path: Path) -> None:
+def check(name: str, run: Callable[[str, Path, Path | None], Run], tmp_path: Path) -> None:
     """A framework's row: its losses, which fxprec's are beside, what is lowered, and that checkpoints change hands."""
 
-    def folder(what: str) -> Path:
-        (tmp_path / what).mkdir()
-        return tmp_path / what
-
-    exact, theirs, ours = (run(way, 4, folder(way), None) for way in ("fp32", "autocast", "fxprec"))
+    for folder in ("fp32", "autocast", "fxprec", "on"):
+        (tmp_path / folder).mkdir()
+    exact, theirs, ours = (run(way, tmp_path / way, None) for way in ("fp32", "autocast", "fxprec"))
     reach = max(2 * error(theirs.losses, exact.losses), LUCK)
     print(f"| {name} | {exact.losses[-1]:.4f} | {theirs.losses[-1]:.4f} | {ours.losses[-1]:.4f} | {ours.products} |")
     assert ours.losses != exact.losses and error(ours.losses, exact.losses) <= reach
     assert ours.kept == exact.kept and ours.products.keys() == {"bfloat16"}
     for first, second, straight in (("autocast", "fxprec", ours), ("fxprec", "autocast", theirs)):
-        half = folder(f"{first}, then {second}")
-        run(first, 2, half, None)
-        rest = run(second, 4, folder(f"{second} after {first}"), half)
-        assert len(rest.losses) == 2 and error(rest.losses, straight.losses[2:]) <= reach
+        rest = run(second, tmp_path / "on", tmp_path / first)
+        assert len(rest.losses) == STEPS - HALF and error(rest.losses, straight.losses[HALF:]) <= reach
     *losses, lowered, _, _ = (cell.strip() for cell in ROWS[name].split("|"))
     assert [*map(float, losses)] == pytest.approx([each.losses[-1] for each in (exact, theirs, ours)], rel=2e-3)
     assert int(lowered) == ours.products["bfloat16"]
@@ -347,8 +355,8 @@ def test_losses_are_beside_autocasts_and_checkpoints_change_hands(name: str, tmp
 
 @pytest.mark.parametrize("name", TWO)
 def test_so_they_are_of_two_processes(name: str, ask_two: Any, tmp_path: Path) -> None:
-    def run(way: str, last: int, path: Path, start: Path | None) -> Run:
-        found, _ = ask_two(on_two, name, way, last, str(path), str(start or ""))
+    def run(way: str, path: Path, start: Path | None) -> Run:
+        found, _ = ask_two(on_two, name, way, str(path), str(start or ""))
         return Run(*found)
 
     check(name, run, tmp_path)
