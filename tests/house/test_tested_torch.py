@@ -53,7 +53,6 @@ def test_the_import_warns_once_where_it_is_written() -> None:
     told = run("99.1.0")
     assert told.returncode == 0 and told.stderr.count("UntestedTorchWarning") == 1
     assert told.stderr.startswith("<string>:1: UntestedTorchWarning: torch 99.1.0"), told.stderr
-    assert run(TESTED_TORCH[-1]).stderr == ""
 
 
 @pytest.mark.slow
@@ -68,6 +67,7 @@ def test_a_needed_name_that_moved_fails_the_import_by_name() -> None:
 def test_an_optional_name_that_moved_is_told_and_the_rest_goes_on() -> None:
     told = run(TESTED_TORCH[-1], "del torch._C._storage_Use_Count; ")
     assert told.returncode == 0 and "torch._C._storage_Use_Count: gradients" in told.stderr
+    assert "newer than" not in told.stderr, "nothing is said of a version that is tested"
 
 
 def test_the_readme_and_the_makefile_name_the_versions() -> None:

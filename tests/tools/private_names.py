@@ -9,6 +9,7 @@ string: the second argument of ``getattr`` and its kind, or a dotted path such a
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -52,22 +53,30 @@ def contract(floor: str, *names: str) -> Callable[[Test], Test]:
     return lambda test: test
 
 
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    """A file parsed, once for all who look into it."""
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def contracts() -> dict[str, list[str]]:
     """Floor -> the names that a test has ``contract`` of."""
     found: dict[str, list[str]] = {floor: [] for floor in FLOORS}
     for path in (ROOT / "tests").rglob("test_torch_internals*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "contract":
                 floor, *names = (ast.literal_eval(argument) for argument in node.args)
                 found[floor] += names
     return {floor: sorted(names) for floor, names in found.items()}
 
 
+@functools.cache
 def taken_names() -> dict[str, list[str]]:
     """Floor -> the names that other files import from its ``torch_internals``."""
     found: dict[str, set[str]] = {floor: set() for floor in FLOORS}
     for path in _files():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").endswith(".torch_internals"):
                 *_, floor, _ = (node.module or "").split(".")
                 found[floor] |= {each.name for each in node.names}
@@ -100,7 +109,7 @@ def defined_names(paths: Iterable[Path]) -> set[str]:
     """Private names that this package defines: functions, attributes of classes, and of ``self``."""
     names: set[str] = set()
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node.value):
