@@ -1,4 +1,4 @@
-"""examples/ddp.py: DDP as its docstring starts it, and FSDP2 in two processes that are there already."""
+"""examples/ddp.py: as its docstring starts it, and DDP and FSDP2 in two processes that are there already."""
 
 from __future__ import annotations
 
@@ -21,20 +21,15 @@ OPTIONS = ["--steps", "3", "--width", "2", "--batch", "8"]
 LINE = re.compile(r"rank \d: 3 steps, 0 skipped, loss \d\.\d{3}, (scale \d+, sum of weights \S+\.\d{6})")
 
 
-def agree(printed: str) -> bool:
-    """Both ranks printed their line, with the same scale and the same weights."""
-    lines = LINE.findall(printed)
-    return len(lines) == 2 and lines[0] == lines[1]
-
-
 def test_ddp_under_torchrun() -> None:
-    command = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", EXAMPLES / "ddp.py", *OPTIONS]
+    """Of one process, which takes a while to start."""
+    command = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "1", EXAMPLES / "ddp.py", *OPTIONS]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
-    assert agree(ended.stdout)
+    assert len(LINE.findall(ended.stdout)) == 1
 
 
-def fsdp(tools: Any, rank: int) -> str:
+def on_two(tools: Any, rank: int, *options: str) -> str:
     """What the example prints on this rank, whose process group exists and lives on."""
     sys.path.insert(0, str(EXAMPLES))
     try:
@@ -47,9 +42,11 @@ def fsdp(tools: Any, rank: int) -> str:
         mock.patch.object(dist, "destroy_process_group"),
         contextlib.redirect_stdout(printed),
     ):
-        ddp.main([*OPTIONS, "--fsdp"])
+        ddp.main([*OPTIONS, *options])
     return printed.getvalue()
 
 
-def test_fsdp(ask_two) -> None:
-    assert agree("".join(ask_two(fsdp)))
+@pytest.mark.parametrize("options", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
+def test_both_ranks_have_the_same_scale_and_weights(ask_two: Any, options: tuple[str, ...]) -> None:
+    lines = LINE.findall("".join(ask_two(on_two, *options)))
+    assert len(lines) == 2 and lines[0] == lines[1]

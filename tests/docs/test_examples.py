@@ -33,9 +33,11 @@ def _as_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def demo(monkeypatch: pytest.MonkeyPatch, *arguments: str, units: bool) -> None:
-    """The demo on a CPU with or without bfloat16 units, whichever this one is."""
+    """The demo on a CPU with or without bfloat16 units, whichever this one is; its classifier is less wide."""
+    serve = digits_cnn.serve
     monkeypatch.setattr(digits_cnn, "has_no_units", lambda: not units)
-    digits_cnn.main(["--epochs", "1", "--width", "4", *arguments])
+    monkeypatch.setattr(digits_cnn, "serve", lambda data, _, *rest: serve(data, 256, *rest))
+    digits_cnn.main(["--epochs", "1", "--width", "4", "--batch", "256", *arguments])
 
 
 @pytest.mark.slow
@@ -108,7 +110,9 @@ def test_digits_cnn_finds_an_overflow_and_its_cure_cures(capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-def test_digits_cnn_with_the_policy_file(capsys: pytest.CaptureFixture[str]):
+def test_digits_cnn_with_the_policy_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    for without_it in ("serve", "find_overflow"):
+        monkeypatch.setattr(digits_cnn, without_it, lambda *_: None)
     digits_cnn.main(["--epochs", "1", "--width", "2", "--batch", "256", "--policy", "examples/policy.toml"])
     assert "DigitsCNN: O1, bfloat16" in capsys.readouterr().out
     with pytest.raises(ValueError, match="a policy carries its level"):
