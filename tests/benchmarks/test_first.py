@@ -65,10 +65,16 @@ def test_what_compiles_is_measured_twice_and_written(
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_no_compiler()), reason=why_no_compiler())
-def test_a_run_in_real_processes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_process_fills_the_caches_that_it_is_given(tmp_path: pathlib.Path) -> None:
+    assert 0.0 < first.measure("mlp", "o1-compiled", "tiny", tmp_path) < 60.0
+    assert any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+def test_a_check_is_of_two_variants(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(first, "measure", lambda model, variant, size, caches: {"tiny": 0.5}[size])
     assert first.main(["--check"]) == 0
     told = capsys.readouterr().out
-    assert "mlp, autocast: " in told and "mlp, o1-compiled: " in told
+    assert "mlp, autocast: 0.50 s\n" in told and "mlp, o1-compiled: 0.50 s, 0.50 s\n" in told
 
 
 def test_unknown_names_are_errors(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pathlib
 import runpy
-import subprocess
 import sys
 import warnings
 from dataclasses import replace
@@ -23,9 +20,7 @@ from benchmarks.measure import timing
 from benchmarks.measure.timing import DeviceClock, HostClock, Series, Work
 from benchmarks.reports.kernels import COLUMNS, Report, Row
 from benchmarks.workloads.problems import PROBLEMS, Problem, Setup, Source
-
-ROOT = pathlib.Path(__file__).parents[2]
-
+from kernel_tools import DEVICES, run_in_the_interpreter
 
 # -- python -m benchmarks ---------------------------------------------------------------------------------------------
 
@@ -116,12 +111,14 @@ def test_regions_of_four_models_run(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_kernels_in_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "benchmarks", "kernels", "--check", "--only", "max_pool2d"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "COLUMNS": "180"}
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
-    assert run.returncode == 0 and "4 rows ran;" in run.stdout, run.stdout + run.stderr
+def test_kernels_in_the_interpreter() -> None:
+    run_in_the_interpreter(__file__)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernels_of_triton(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kernels.main(["--check", "--only", "max_pool2d"]) == 0
+    assert "4 rows ran;" in capsys.readouterr().out
 
 
 def test_the_quick_ones_are_ten_rows(monkeypatch):
