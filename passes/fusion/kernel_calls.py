@@ -301,7 +301,7 @@ def _layer_norm(node: Node, around: WholeGraph) -> object | None:
 
 def _call_layer_norm(node: Node, _: object) -> None:
     node.target = layer_norm
-    _say(node, "its backward adds up the gradients of weight and bias in FP32")
+    _say(node, "of more than 64 rows its backward adds up the gradients of weight and bias in FP32")
 
 
 def _depthwise(node: Node, around: WholeGraph) -> object | None:

@@ -1,8 +1,12 @@
-"""Layer norms of bfloat16 values on a CPU: the forward is torch's, gradients of weight and bias do not stall."""
+"""Layer norms of bfloat16 values on a CPU: the forward is torch's, gradients of weight and bias do not stall.
+
+The largest shape is our op's, the next one torch's FP32 kernel's, and those of few rows go to torch's own.
+"""
 
 from __future__ import annotations
 
 import copy
+from math import prod
 from typing import Any
 
 import pytest
@@ -16,7 +20,15 @@ from fxprec.kernels.calls import layer_norm as kernel
 
 LOW, FP32 = torch.bfloat16, torch.float32
 #: Sizes of x, and how many of its last dimensions are normalized.
-SHAPES = [((3000, 8), 1), ((5, 7, 9), 1), ((4, 3, 5, 6), 2), ((2, 5), 2), ((0, 4), 1), ((1, 4), 1)]
+SHAPES = [
+    ((17000, 8), 1),
+    ((3000, 8), 1),
+    ((15, 7, 9), 1),
+    ((70, 3, 5, 6), 2),
+    ((5, 7, 9), 1),
+    ((2, 5), 2),
+    ((0, 4), 1),
+]
 
 
 def tensors(sizes: tuple[int, ...], last: int, dtype: torch.dtype, bias: bool, weight: bool = True) -> list[Any]:
@@ -38,7 +50,11 @@ def test_forward_to_the_bit_and_gradients_of_fp32(sizes: Any, last: int, which: 
     given = tensors(sizes, last, dtype, which != "weight", which != "bias")
     leaves, shape = [each for each in given if each is not None], sizes[len(sizes) - last :]
     y, theirs = kernel.layer_norm(given[0], shape, *given[1:], 1e-5), F.layer_norm(given[0], shape, *given[1:], 1e-5)
-    assert torch.equal(y, theirs) and y.stride() == theirs.stride() and y.dtype is theirs.dtype
+    many = given[0].numel() > 64 * prod(shape)
+    between_casts = many and given[0].numel() <= kernel._SMALL
+    expected = kernel.reference(*given, shape, 1e-5) if between_casts else theirs
+    assert torch.equal(y, expected) and y.stride() == theirs.stride() and y.dtype is theirs.dtype
+    assert torch.allclose(y, theirs, rtol=2.0**-7, atol=1e-4)
     dy = (torch.rand(y.shape) + 0.5).to(LOW)
     found, eager = torch.autograd.grad(y, leaves, dy), torch.autograd.grad(theirs, leaves, dy)
     wide = [None if each is None else each.detach().double().requires_grad_() for each in given]
@@ -47,7 +63,7 @@ def test_forward_to_the_bit_and_gradients_of_fp32(sizes: Any, last: int, which: 
     )
     for own, other, right, leaf in zip(found, eager, exact, leaves, strict=True):
         assert own.dtype is leaf.dtype and own.shape == leaf.shape and own.stride() == other.stride()
-        exactly = leaf.dtype is FP32 and dtype is FP32
+        exactly = leaf.dtype is FP32 and dtype is FP32 and many
         assert off(own, right) <= (1e-5 if exactly else max(1.05 * off(other, right), 2.0**-8))
 
 
@@ -63,12 +79,10 @@ def test_torchs_own_stalls() -> None:
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
 def test_no_other_gradient_is_made(wanted: tuple[int, ...]) -> None:
     given = tensors((5, 7, 9), 1, FP32, True)
-    whole = torch.autograd.grad(kernel.layer_norm(given[0], (9,), *given[1:], 1e-5).sum(), given)
+    whole = torch.autograd.grad(kernel._op(*given, (9,), 1e-5).sum(), given)
     for place, each in enumerate(given):
         each.requires_grad_(place in wanted)
-    found = torch.autograd.grad(
-        kernel.layer_norm(given[0], (9,), *given[1:], 1e-5).sum(), [given[place] for place in wanted]
-    )
+    found = torch.autograd.grad(kernel._op(*given, (9,), 1e-5).sum(), [given[place] for place in wanted])
     assert all(torch.equal(own, whole[place]) for own, place in zip(found, wanted, strict=True))
 
 
@@ -77,7 +91,7 @@ def test_rows_in_parts_and_in_one_are_the_same(monkeypatch: pytest.MonkeyPatch) 
     dy = torch.randn(5, 7, 9).to(LOW).transpose(0, 1).contiguous().transpose(0, 1)
 
     def gradients() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(kernel.layer_norm(given[0], (9,), *given[1:], 1e-5), given, dy)
+        return torch.autograd.grad(kernel._op(*given, (9,), 1e-5), given, dy)
 
     whole = gradients()
     monkeypatch.setattr(kernel, "_ELEMENTS", 4 * 9)  # the last part has three rows
@@ -90,10 +104,13 @@ def test_second_derivatives() -> None:
     leaves = [each.detach().double().requires_grad_() for each in given]
 
     def penalty(x: Tensor, w: Tensor, b: Tensor, run: Any) -> tuple[Tensor, ...]:
-        first = torch.autograd.grad(run(x, (8,), w, b, 1e-5).pow(3).sum(), (x, w), create_graph=True)
+        first = torch.autograd.grad(run(x, w, b, (8,), 1e-5).pow(3).sum(), (x, w), create_graph=True)
         return torch.autograd.grad(sum(each.double().square().sum() for each in first), (x, w, b))
 
-    own, exact = penalty(*given, kernel.layer_norm), penalty(*leaves, F.layer_norm)
+    own, exact = (
+        penalty(*given, kernel._op),
+        penalty(*leaves, lambda x, w, b, *rest: F.layer_norm(x, rest[0], w, b, rest[1])),
+    )
     assert all(off(each, right) < 2.0**-6 for each, right in zip(own, exact, strict=True))
 
 
@@ -109,7 +126,7 @@ def test_the_ops_are_torchs_to_every_tracer(dtype: torch.dtype) -> None:
 
 def test_gradients_in_a_batch() -> None:
     x, w, b = tensors((6, 8), 1, FP32, True)
-    y = kernel.layer_norm(x, (8,), w, b, 1e-5)
+    y = kernel._op(x, w, b, (8,), 1e-5)
     many = torch.randn(3, *y.shape).to(LOW)
     found = torch.autograd.grad(y, (x, w, b), many, is_grads_batched=True, retain_graph=True)
     for n, dy in enumerate(many):
@@ -118,7 +135,7 @@ def test_gradients_in_a_batch() -> None:
 
 
 def test_who_looks_into_the_ops_gets_torchs() -> None:
-    x, w, b = tensors((6, 8), 1, FP32, True)
+    x, w, b = tensors((70, 8), 1, FP32, True)
 
     def f(x: Tensor) -> Tensor:
         return kernel.layer_norm(x, (8,), w, b, 1e-5)
@@ -153,7 +170,7 @@ class Net(nn.Module):
 )  # fmt: skip
 def test_a_model_s_layer_norm_learns(settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    exact, x = Net().double(), torch.randn(4096, 8)
+    exact, x = Net().double(), torch.randn(17_000, 8)
     model = fxprec.convert(copy.deepcopy(exact).float(), dtype=LOW, **settings).module
     for net, given in ((model, x), (exact, x.double())):
         y = net(given)
