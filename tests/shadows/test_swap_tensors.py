@@ -64,13 +64,13 @@ CHANGES = {
 
 
 @pytest.fixture
-def by_swap(monkeypatch):
+def by_swap():
     # torch swaps no weight that anybody else refers to. On 2.14 a compilation leaves circles that do, and collects
     # them, as it does outside of these tests (conftest.py).
-    monkeypatch.setattr(torch._dynamo.config, "run_gc_after_compile", True)
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
-    yield
+    with torch._dynamo.config.patch(run_gc_after_compile=True):
+        yield
     torch.__future__.set_swap_module_params_on_conversion(before)
 
 
