@@ -49,8 +49,13 @@ def layer_norm(
     Gradients of a bfloat16 input of more than 64 rows on a CPU are those of FP32, rounded once to the dtypes of input,
     weight and bias. Compilers and transforms, which have no rule for our op, see the FP32 kernel.
     """
-    low_on_cpu = input.dtype is torch.bfloat16 and input.device.type == "cpu"
-    if low_on_cpu and torch.is_grad_enabled() and input.numel() > _FEW_ROWS * prod(normalized_shape):
+    # Gradients first: frozen programs and evaluations ask no more.
+    if (
+        torch.is_grad_enabled()
+        and input.dtype is torch.bfloat16
+        and input.device.type == "cpu"
+        and input.numel() > _FEW_ROWS * prod(normalized_shape)
+    ):
         if not runs_eagerly():
             return reference(input, weight, bias, normalized_shape, eps)
         # Written out, not ``any(...)``: each norm of each training step asks.
