@@ -77,7 +77,7 @@ def save(
     Raises:
         ValueError: ``data`` holds inf or nan.
     """
-    data = {"environment": environment(device), **data}
+    data = {"environment": data.get("environment") or environment(device), **data}
     text = json.dumps(_rounded(data), allow_nan=False)  # also refuses what json cannot hold, before a file is touched
     path = _place(name, output, data["environment"]["device"], "json")
     path.write_text(_laid_out(json.loads(text)) + "\n", encoding="utf-8")

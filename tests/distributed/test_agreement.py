@@ -232,7 +232,7 @@ def test_ddp_with_an_overflow_on_one_rank(ask_two, optimizer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("optimizer", "policy"), [*((optimizer, False) for optimizer in OPTIMIZERS), ("torch", True), ("clipping", True)]
+    ("optimizer", "policy"), [(optimizer, optimizer in ("torch", "clipping")) for optimizer in OPTIMIZERS]
 )
 def test_fsdp_with_an_overflow_on_one_rank(ask_two, optimizer, policy):
     (seen, one, single), (other_seen, other, _) = ask_two(under_fsdp, optimizer, policy)
