@@ -31,7 +31,7 @@ STEPS, HALF = 4, 2
 
 @dataclass
 class Run:
-    """Losses of its steps; products by dtype where fxprec ran; keys of the model's state, and their dtypes."""
+    """Losses of its steps; products by dtype where fxprec ran all of them; dtypes of the model's state by key."""
 
     losses: list[float]
     products: dict[str, int]
@@ -39,7 +39,8 @@ class Run:
 
     @classmethod
     def of(cls, losses: list[float], model: nn.Module, way: str) -> Run:
-        products = dict(fxprec.report(model).headline.products) if way == "fxprec" else {}
+        told = way == "fxprec" and len(losses) == STEPS
+        products = dict(fxprec.report(model).headline.products) if told else {}
         return cls(losses, products, {name: value.dtype for name, value in model.state_dict().items()})
 
 
