@@ -157,6 +157,8 @@ def _float64(operands: Operands) -> DTypeInfo:
 
 
 _float: Final = _then(promote, _inexact_or(torch.get_default_dtype))
+_real: Final = _then(first, _to_real)
+_complex: Final = _then(_float, torch.dtype.to_complex)
 
 #: ``OpRule.result`` -> dtype; tuples, "first*" and "unknown" are for the caller to take apart.
 RESULT_KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
@@ -166,11 +168,11 @@ RESULT_KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
         "first": first,
         "float": _float,
         "accumulate": _then(first, _inexact_or(lambda: torch.int64)),
-        "real": _then(first, _to_real),
+        "real": _real,
         "float_real": _then(_float, _to_real),
         "wide": _then(first, lambda dtype: torch.promote_types(dtype, torch.float32)),
         "float64": _float64,
-        "complex": _then(_float, torch.dtype.to_complex),
+        "complex": _complex,
         "default": lambda operands: torch.get_default_dtype(),
         "none": _always(NON_TENSOR),
         **{name: _always(getattr(torch, name)) for name in ("bool", "int64", "int32", "uint64", "float32")},
