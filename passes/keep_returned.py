@@ -31,6 +31,11 @@ returned and read as well. The code calls the nodes by their roles:
               write. Only those that read the value behind it are readers: earlier ones see other numbers
 ============  ==========================================================================================================
 
+Two dtypes of a node are compared throughout: ``notes(node).dtype``, the one in the original program (UNKNOWN where
+nobody knows without inputs), and ``actual_dtype(node)``, the one in the graph as it is now: a cast of ours changes it.
+Four functions cast: ``cast`` always; ``cast_if_float`` what is a float when it runs, where the dtype is UNKNOWN;
+``cast_for_caller`` unless an input is low; ``read_back`` where the user's cast may have given the low value itself.
+
 These count as returned, too:
 
 - a tensor that gets a hook of the user's (``register_hook``): the hook is on what all readers read;
@@ -404,8 +409,8 @@ def _in_place_versions(node: Node) -> list[Node]:
 def widened(node: Node) -> Node | None:
     """Return the low value that a node casts to FP32, if the original program has both in one dtype; else None.
 
-    The ``cast_if_float`` of a guess counts, too: the value is FP32 unless an operand turns out to be 0-dim
-    (``insert_casts``).
+    The ``cast_if_float`` behind a guess counts, too. That is a value which the passes take for FP32 without being sure:
+    it is low if an operand turns out to be 0-dim (``insert_casts``).
     """
     source = node.args[0] if node.args else None
     if notes(node).op.name != "to" or not isinstance(source, Node) or notes(node).dtype != notes(source).dtype:
@@ -447,7 +452,7 @@ def _read_through(graph: Graph, after: Node, returned: Node, readers: list[tuple
 def _cast_back(returned: Node, low: Node) -> Node:
     """Return a new cast of what is returned to the dtype in which ``low`` is now, right behind it.
 
-    Readers of a guess expect FP32 anyway: they read what is returned.
+    Where ``low`` is only guessed to be FP32 (see ``widened``), its readers expect FP32: they read what is returned.
     """
     graph, dtype, unknown = returned.graph, actual_dtype(low), notes(low).dtype is UNKNOWN
     if dtype is torch.float32:

@@ -1,4 +1,4 @@
-"""Calls layer norm of low values on a CPU, with gradients of the weight and the bias that are added up in FP32::
+"""Calls layer norm of bfloat16 values on a CPU, with gradients of weight and bias that are added up in FP32::
 
     at most 64 rows             torch's kernel, which reads and writes low and computes in FP32
     at most 131,072 elements    torch's FP32 kernel between two casts, forward and backward

@@ -160,12 +160,12 @@ class _Safety:
         self.squares: set[Node] = set()
         self._near_poles: set[Node] = set()
         self._exp_chains: set[Node] = set()
-        # At O3 weights are low, so no sigmoid is FP32 for a pole: what reads it is only as wide as it is
-        # (``promoting_near_poles``).
-        self._lowers_poles = walk.context.policy.lowers_parameters
+        # At O3 a sigmoid before a logarithm is not pinned to FP32, since its input is low anyway. It and what reads it
+        # take the widest dtype of their operands instead (``promoting_near_poles``).
+        self._weights_are_low = walk.context.policy.lowers_parameters
         for graph, hands_out, _ in walk.graphs:
-            chains = saturating_chains(graph, hands_out and not self._lowers_poles, walk.context.low)
-            self.saturated |= {} if self._lowers_poles else chains
+            chains = saturating_chains(graph, hands_out and not self._weights_are_low, walk.context.low)
+            self.saturated |= {} if self._weights_are_low else chains
             self._near_poles |= chains.keys()
             self._exp_chains |= exp_chains(graph)
             self.origins.enter(graph, walk.operands)
@@ -201,9 +201,9 @@ class _Safety:
         return number
 
     def nears_pole(self, site: Site) -> bool:
-        """Return whether a value at O3 must not be pinned low: near a pole it is as wide as what it is made of."""
+        """Return whether a value at O3 must not be pinned low, since near a pole it takes the dtype of its operands."""
         near = site.node in self._near_poles or not self._near_poles.isdisjoint(site.data)
-        return near and self._lowers_poles
+        return near and self._weights_are_low
 
     def allows_low(self, site: Site) -> bool:
         """Return whether a FULL op may be low: never in float16, where data may overflow that were not measured."""
@@ -213,6 +213,21 @@ class _Safety:
 
 class Constraints:
     """The cut problem of a walk: what each step says of the variables that stand for the dtypes of values.
+
+    A step says it in these words of ``Variables``:
+
+    ==========================================  ========================================================================
+    ``value[node]``, ``arriving(node)``         the variable that readers are charged against, and that of the dtype in
+                                                which the value comes: at O2 an input counts as low, and is FP32
+    ``read(source, v)``                         somebody reads ``source`` in the dtype of v: a cast, where it is put out
+                                                in another
+    ``read_data(site, v)``, ``read_original``   likewise of all data of a call; in the dtypes of the original program
+    ``widen_with(inputs, v)``                   a closure: v is FP32 if one of the inputs is
+    ``does_not_widen``                          values that such closures leave out
+    ``pin_shared(node, v, dtype)``              v, which all of one memory shares, has this dtype
+    ``share_dtype(node, source)``               one variable for both: there is no place for a cast between them
+    ``add_cast_behind(node, v, w)``             a cast may stand right behind the node, from the dtype of v to that of w
+    ==========================================  ========================================================================
 
     Args:
         verdict: LOW ops that stay FP32, and the costs of casts; without, their bytes.
@@ -244,8 +259,9 @@ class Constraints:
         self.stored_apart: list[Node] = []
         self.names_fp32: dict[Node, str] = {}
         self.safety = _Safety(walk)
-        # Ops that may be low before low readers, whatever they read -> the variables that widen them before others. A
-        # part has none: its variable is that of what it is a part of.
+        # Op that commutes with rounding -> the variables of its inputs. If all its readers are low, it may be low
+        # whatever its inputs are; otherwise one FP32 input makes it FP32, by closures that ``widen_unless_read_low``
+        # adds. For a part the list is empty: it shares its variable with what it is a part of.
         self._commuting: dict[Node, list[int]] = {}
         self._cast_as: dict[Node, set[Node | None]] = {}  # root of written memory -> whose dtype casts of it name
         for cast in (node for node in self.classes if notes(node).op.name == "to"):
@@ -339,7 +355,9 @@ class Constraints:
         """Give a view of memory that is written to its base's variable: all views of one storage have one dtype."""
         node, variables = site.node, self.variables
         variable = variables.value[site.base]
-        if site.rule is Rule.KEEP:  # of the bits as integers, and of complex numbers, the base tells
+        # A KEEP view keeps the memory in its original dtype. Where the view itself is no float (``view(torch.int32)``,
+        # ``view_as_complex``), that dtype is read off the base.
+        if site.rule is Rule.KEEP:
             variables.pin_shared(node, variable, assumed_original(notes(node if floats else site.base).dtype))
         elif site.rule in (Rule.LOW, Rule.FULL):
             of_rule = self.context.low if site.rule is Rule.LOW else torch.float32
@@ -379,8 +397,8 @@ class Constraints:
         for target in written:  # a custom op that says so in its schema: a cast of it would miss the write
             variables.pin_shared(node, variables.value[target], assumed_original(notes(target).dtype))
         if floats:
-            # A source itself, if it reads no floats, or writes to what it reads and reads nothing but sources (an
-            # embedding that rescales its weight).
+            # The result counts as a source, which widens no reader, if the op reads no floats at all, or if all that it
+            # reads are sources, to which it writes (``embedding(max_norm=)``).
             source = all(each in variables.does_not_widen for each in sources) and bool(written or not sources)
             self._assign_named(site, source)
         self._decide(node, Rule.KEEP, site.why)
@@ -516,6 +534,7 @@ class Constraints:
             if read is not variable:
                 variables.add_cast_behind(node, read, variable)
                 self.stored_apart.append(node)
+            # A count made of sources alone (positions, timesteps) is FP32 for its digits, and widens no reader.
             if unsafe is COUNTS and variables.does_not_widen.issuperset(site.data):
                 variables.does_not_widen.add(node)
             if info is torch.float32:
@@ -552,7 +571,7 @@ class Constraints:
         any other                                                         as in the original program
         ================================================================  ==============================================
 
-        In the first row, if ``%h`` is low here, the value widens nobody: but for the reason it would be low itself.
+        In the first row, where ``%h`` is low here, the value is FP32 for that reason only, and makes no reader FP32.
         """
         node, info = site.node, notes(site.node).dtype
         reference, reads_low = dtype_reference(node), notes(node).names_tensors_dtype
